@@ -123,8 +123,7 @@ class Models:
     async def gather(self) -> None:
         """Waits until members have had the time to register again after this router's start."""
         wait_ms = self._gathered_ms - clock.monotonic_ms()
-        if wait_ms > 0:
-            await asyncio.sleep(wait_ms / 1000)
+        await asyncio.sleep(max(wait_ms, 0) / 1000)
 
     @property
     def is_gathered(self) -> bool:
