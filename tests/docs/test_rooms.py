@@ -15,12 +15,12 @@ CEILINGS = {
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_865, 17),
     "clients/rollmesh/client": (7_344, 24),
-    "clients/rollmesh/record": (2_493, 10),
+    "clients/rollmesh/record": (2_552, 10),
     "clients/rollmesh/batches": (1_092, 6),
     "clients/rollmesh/integrations": (4_392, 23),
     "clients/rollmesh/launch": (603, 4),
     "clients/rollmesh/cli": (2_493, 14),
-    "clients/rollmesh/view": (1_489, 6),
+    "clients/rollmesh/view": (1_511, 6),
     "clients/rollmesh/conformance": (4_122, 39),
 }
 """Folder: the most lines and the most files that it may have. Lower them when a room shrinks."""

@@ -26,7 +26,7 @@ from tests.meshes import Mesh, scripted_mesh
 from tests.record.readers import read_by
 
 pytest.importorskip("pyarrow")
-from rollmesh.record.files import Writer, read_records
+from rollmesh.record.files import Writer, read_records, read_session
 from rollmesh.record.schema import TABLES
 from rollmesh.record.tables import tables_of
 
@@ -122,6 +122,26 @@ def test_the_files_have_everything_of_a_session(tmp_path: Path) -> None:
     assert sorted(days) == ["date=1970-01-01", "date=1970-01-03"]
     (one,) = read_sessions(tmp_path, since=date(1970, 1, 2))
     assert one.session_id == "sampled"
+
+
+def test_one_session_is_read_from_its_file_as_all_are(tmp_path: Path) -> None:
+    sessions = [*every_kind(), shared_prefix()]
+    write(tmp_path, *sessions)
+    sessions[0].reward = 5.0
+    write(tmp_path, sessions[0])
+    files = list(tmp_path.glob("sessions/*/*.parquet"))
+    assert len(files) == 2
+    for one in sessions:
+        found = [read_session(file, one.session_id) for file in files]
+        assert [each for each in found if each is not None] == [one]
+
+
+def test_a_session_without_the_files_of_its_nodes_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, *every_kind())
+    (path,) = tmp_path.glob("nodes/date=1970-01-03/*.parquet")
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="nodes"):
+        list(read_records(tmp_path))
 
 
 def test_every_field_of_the_protocol_has_a_column() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 import pyarrow as arrow
-from pyarrow import parquet
+from pyarrow import compute, parquet
 
 from rollmesh.record import images
 from rollmesh.record.schema import VERSION, VERSION_KEY, schema_of
@@ -254,25 +254,75 @@ def read_records(
     """
     root = Path(folder)
     days = [since.isoformat() if since else "", until.isoformat() if until else "9999"]
+    rewards = read_rewards(_files(root, "rewards", days))
+    for path in _files(root, "sessions", days):
+        for tables in read_tables(path):
+            yield _record(root, tables, rewards)
+
+
+def read_session(path: Path, session_id: str) -> session_pb2.SessionRecord | None:
+    """Returns a session of a file with its last rewards, or None. Other sessions are not decoded.
+
+    Args:
+        path: A file of `sessions`.
+        session_id: The session.
+
+    Raises:
+        InvalidFieldError: A newer release has written a file.
+        OSError: A file is missing or damaged.
+    """
+    root, day = path.parents[2], path.parent.name.removeprefix("date=")
+    rewards = read_rewards(_files(root, "rewards", [day, day]), session_id)
+    found = next(read_tables(path, session_id), None)
+    return None if found is None else _record(root, found, rewards)
+
+
+def read_tables(path: Path, session_id: str = "") -> Iterator[Tables]:
+    """Yields the rows of the sessions of a file of `sessions`, or of one. Raises as `read_session`.
+
+    Args:
+        path: The file.
+        session_id: The only session to read. Empty means all.
+    """
+    sessions = _read(path, session_id).to_pylist()
+    files = [path.parents[2] / table / path.parent.name / path.name for table in PARTS]
+    if any(map(_has_parts, sessions)):
+        for file in files:
+            file.stat()
+    parts = [_by_session(file, session_id) for file in files]
+    for row in sessions:
+        nodes, trajectories = (part.pop(row["session_id"], []) for part in parts)
+        yield Tables(row, trajectories, nodes)
+
+
+def read_rewards(paths: Iterable[Path], session_id: str = "") -> dict[str, _Row]:
+    """Returns the last row of each session in files of `rewards`, or that of one session.
+
+    Raises as `read_session`.
+    """
     rewards: dict[str, _Row] = {}
-    for path in _files(root, "rewards", days):
-        for row in _read(path).to_pylist():
+    for path in paths:
+        for row in _read(path, session_id).to_pylist():
             last = rewards.setdefault(row["session_id"], row)
             if last["recorded_unix_ms"] <= row["recorded_unix_ms"]:
                 rewards[row["session_id"]] = row
-    for path in _files(root, "sessions", days):
-        sessions = _read(path).to_pylist()
-        parts = [_by_session(root / table / path.parent.name / path.name) for table in PARTS]
-        for row in sessions:
-            nodes, trajectories = (part.pop(row["session_id"], []) for part in parts)
-            found = {
-                one["sha256"]: images.read(root / _IMAGES, one["sha256"], one["media_type"])
-                for one in row["images"]
-            }
-            record = record_of(Tables(row, trajectories, nodes), found)
-            if (late := rewards.get(record.session_id)) is not None:
-                apply_rewards(record, _late(late))
-            yield record
+    return rewards
+
+
+def _record(root: Path, tables: Tables, rewards: Mapping[str, _Row]) -> session_pb2.SessionRecord:
+    found = {
+        one["sha256"]: images.read(root / _IMAGES, one["sha256"], one["media_type"])
+        for one in tables.session["images"]
+    }
+    record = record_of(tables, found)
+    if (late := rewards.get(record.session_id)) is not None:
+        apply_rewards(record, _late(late))
+    return record
+
+
+def _has_parts(row: _Row) -> bool:
+    """Says whether a session must have rows in the files of `PARTS`."""
+    return bool(row["turns"] and row["outcome"] == "COMPLETED" and row["capture"] == "TOKENS")
 
 
 def _files(root: Path, table: str, days: Sequence[str]) -> list[Path]:
@@ -281,8 +331,8 @@ def _files(root: Path, table: str, days: Sequence[str]) -> list[Path]:
     return [one for one in found if first <= one.parent.name.removeprefix("date=") <= last]
 
 
-def _read(path: Path) -> Any:
-    """Reads a file.
+def _read(path: Path, session_id: str = "") -> Any:
+    """Reads a file, or the rows of one session of it.
 
     Raises:
         InvalidFieldError: Its version is newer.
@@ -293,14 +343,23 @@ def _read(path: Path) -> Any:
         raise InvalidFieldError(
             "record", f"{path} has version {version}, and this release reads {VERSION}; update it"
         )
-    return file.read([name for name in file.schema_arrow.names if name not in _OF_SPANS])
+    columns = [name for name in file.schema_arrow.names if name not in _OF_SPANS]
+    if not session_id:
+        return file.read(columns)
+    groups = [
+        at
+        for at in range(file.num_row_groups)
+        if session_id in set(file.read_row_group(at, ["session_id"]).column(0).to_pylist())
+    ]
+    found = file.read_row_groups(groups, columns)
+    return found.filter(compute.equal(found.column("session_id"), session_id))
 
 
-def _by_session(path: Path) -> dict[str, list[_Row]]:
+def _by_session(path: Path, session_id: str) -> dict[str, list[_Row]]:
     """Returns the rows of a file by session, their token columns as arrays. Empty without one."""
     found: dict[str, list[_Row]] = {}
     if path.exists():
-        table = _read(path).combine_chunks()
+        table = _read(path, session_id).combine_chunks()
         arrays = {name: table.column(name) for name in _ARRAYS if name in table.column_names}
         rows = table.drop_columns(list(arrays)).to_pylist()
         for name, column in arrays.items():

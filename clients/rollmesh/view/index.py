@@ -1,4 +1,4 @@
-"""The closed sessions of a mesh in SQLite, to be listed, searched, grouped and summed.
+"""Closed sessions in SQLite, to be listed, searched, grouped and summed.
 
 It is a copy without tokens, which a viewer makes anew whenever it starts.
 """
@@ -32,7 +32,7 @@ CREATE TABLE sessions (
   group_size INTEGER, outcome TEXT, purpose TEXT, model TEXT, superseded INTEGER, reward REAL,
   turns INTEGER, tokens INTEGER, sampled INTEGER, trained INTEGER, malformed INTEGER, cut INTEGER,
   first_version INTEGER, last_version INTEGER, opened INTEGER, closed INTEGER, due INTEGER,
-  error TEXT, task TEXT, numerics TEXT
+  error TEXT, task TEXT, numerics TEXT, file TEXT, in_mesh INTEGER
 );
 CREATE INDEX by_group ON sessions (
   run_id, group_id, superseded, group_size, reward, turns, tokens, malformed, opened, closed,
@@ -57,7 +57,7 @@ CREATE VIRTUAL TABLE words USING fts5 (body);
 _COLUMNS = (
     "session_id, run_id, group_id, sample_index, group_size, outcome, purpose, model, superseded,"
     " reward, turns, tokens, sampled, trained, malformed, cut, first_version, last_version,"
-    " opened, closed, due, error, task, numerics"
+    " opened, closed, due, error, task, numerics, file, in_mesh"
 )
 _SESSION_ORDERS = {
     "newest": "closed DESC",
@@ -134,8 +134,14 @@ class Index:
         with self._lock:
             self._db.close()
 
-    def add(self, records: Iterable[session_pb2.SessionRecord]) -> int:
+    def add(self, records: Iterable[session_pb2.SessionRecord], file: str | None = None) -> int:
         """Adds sessions, or replaces them. Messages are searched. Other arrays are not needed.
+
+        A session of a mesh and of a record is there once, and has the reward that the mesh says.
+
+        Args:
+            records: The sessions.
+            file: The file of a record that has them. None: a mesh has them.
 
         Returns:
             The number of sessions that were left out, because a number of theirs is too large.
@@ -144,16 +150,32 @@ class Index:
         with self._lock, self._db:
             for record in records:
                 try:
-                    self._add(record)
+                    self._add(record, file)
                 except OverflowError:
                     left_out += 1
         return left_out
 
-    def _add(self, record: session_pb2.SessionRecord) -> None:
-        row = _row(record)
+    def set_rewards(self, rewards: Mapping[str, float]) -> None:
+        """Sets the rewards of sessions that only a record has, by their ids."""
+        with self._lock, self._db:
+            self._db.executemany(
+                "UPDATE sessions SET reward = ? WHERE session_id = ? AND NOT in_mesh",
+                [(reward, session_id) for session_id, reward in rewards.items()],
+            )
+
+    def file_of(self, session_id: str) -> str | None:
+        """Returns the file of a record that has a session."""
+        found = self._rows("SELECT file FROM sessions WHERE session_id = ?", [session_id])
+        return found[0]["file"] if found else None
+
+    def _add(self, record: session_pb2.SessionRecord, file: str | None) -> None:
+        row = (*_row(record), file, file is None)
         n = self._db.execute(
             f"INSERT INTO sessions ({_COLUMNS}) VALUES ({', '.join('?' * len(row))})"
-            " ON CONFLICT (session_id) DO UPDATE SET reward = excluded.reward RETURNING n",
+            " ON CONFLICT (session_id) DO UPDATE SET"
+            " reward = CASE WHEN in_mesh > excluded.in_mesh THEN reward ELSE excluded.reward END,"
+            " file = coalesce(excluded.file, file), in_mesh = max(in_mesh, excluded.in_mesh)"
+            " RETURNING n",
             row,
         ).fetchone()[0]
         reasons = {(n, one) for one in _reasons(record)}
@@ -163,10 +185,10 @@ class Index:
         )
 
     def waiting(self, unix_ms: int) -> list[str]:
-        """Returns ids of sessions whose reward may still come at a time, at most 100."""
+        """Returns ids of a mesh's sessions whose reward may come after a time, at most 100."""
         sql = (
             "SELECT session_id FROM sessions WHERE reward IS NULL AND due > ? AND due > closed"
-            " ORDER BY due LIMIT 100"
+            " AND in_mesh ORDER BY due LIMIT 100"
         )
         return [str(one["session_id"]) for one in self._rows(sql, [unix_ms])]
 
