@@ -1,8 +1,8 @@
-"""The viewer: a process that reads a mesh and shows its runs, groups, sessions and tokens.
+"""The viewer: a process that reads a mesh, a record or both, and shows sessions and tokens.
 
 Read first: `index`, `app`. It writes nothing to the mesh, and may be killed at any time.
 
-May import `client`, `runtime` and `v1`.
+May import `batches`, `client`, `record`, `runtime` and `v1`.
 """
 
 from rollmesh.view.app import Viewer, ViewSettings

@@ -1,4 +1,4 @@
-"""`rollmesh view`: shows a mesh's runs, groups, sessions and tokens in a browser."""
+"""`rollmesh view`: shows runs, groups, sessions and tokens of a mesh or a record in a browser."""
 
 import argparse
 import asyncio
@@ -8,14 +8,15 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
 import uvicorn
 from tokenizers import Tokenizer
 
+from rollmesh.batches import PackageMissingError
 from rollmesh.client import Client, MeshAddresses, Observer
 from rollmesh.launch.plan import VIEW_PORT
 from rollmesh.runtime.access import identity
@@ -23,6 +24,8 @@ from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.process.main import stop_signals
 from rollmesh.runtime.telemetry.logs import configure_logging
 from rollmesh.view import Index, Viewer, ViewSettings
+from rollmesh.view.app import Source
+from rollmesh.view.mesh import Mesh
 from rollmesh.view.sessions import Decode
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -33,8 +36,13 @@ _LEAST_KEY = 32
 def main() -> int:
     """Returns the exit code: 0 after a stop, 1 if the port is taken, 2 for a bad flag."""
     parser = argparse.ArgumentParser(prog="rollmesh view", description=__doc__)
-    parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
+    parser.add_argument("--router", default="", help=f"host:port of the routers [{LOCAL_ROUTER}]")
     parser.add_argument("--collector", default="", help="host:port; default: those of the routers")
+    parser.add_argument(
+        "--record",
+        type=Path,
+        help="folder of a record: is shown alone, or with --router beside the mesh",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=VIEW_PORT, help="0 chooses a free one")
     parser.add_argument(
@@ -64,9 +72,6 @@ async def _serve(options: argparse.Namespace) -> list[str]:
         decode=_decoder(options.tokenizer),
         modules=dict(map(_module, options.view_module)),
     )
-    addresses = MeshAddresses(
-        router=options.router, collector=options.collector, **identity.given(options)
-    )
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with (
         tempfile.TemporaryDirectory(prefix="rollmesh-view-") as folder,
@@ -79,8 +84,9 @@ async def _serve(options: argparse.Namespace) -> list[str]:
             listener.bind((options.host, options.port))
         except OSError as error:
             return [f"{options.host}:{options.port}: {error.strerror}; give another --port"]
-        async with Client(addresses) as client, Observer(addresses) as observer:
-            viewer = Viewer(client, observer, index, settings)
+        async with _mesh(options, index) as mesh:
+            record = None if options.record is None else _record(options.record, index)
+            viewer = Viewer(index, settings, mesh=mesh, record=record)
             server = _Server(
                 uvicorn.Config(
                     viewer.app,
@@ -94,7 +100,7 @@ async def _serve(options: argparse.Namespace) -> list[str]:
                 )
             )
             async with asyncio.TaskGroup() as group:
-                reading = [group.create_task(one()) for one in (viewer.follow, viewer.watch)]
+                reading = group.create_task(viewer.follow())
                 serving = group.create_task(server.serve([listener]))
                 serving.add_done_callback(lambda _: stop.set())
                 group.create_task(_stopped(stop, server, reading))
@@ -105,6 +111,35 @@ async def _serve(options: argparse.Namespace) -> list[str]:
     return []
 
 
+@asynccontextmanager
+async def _mesh(options: argparse.Namespace, index: Index) -> AsyncIterator[Mesh | None]:
+    """Connects to the mesh of the flags. None: they name a record alone."""
+    if options.record and not (options.router or options.collector):
+        yield None
+        return
+    addresses = MeshAddresses(
+        router=options.router or LOCAL_ROUTER,
+        collector=options.collector,
+        **identity.given(options),
+    )
+    async with Client(addresses) as client, Observer(addresses) as observer:
+        yield Mesh(client, observer, index)
+
+
+def _record(folder: Path, index: Index) -> Source:
+    """Opens a record.
+
+    Raises:
+        ConfigError: The folder is no record.
+        PackageMissingError: The package pyarrow is missing.
+    """
+    try:
+        from rollmesh.view.record import Record
+    except ImportError as error:
+        raise PackageMissingError("pyarrow", "--record") from error
+    return Record(folder, index)
+
+
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -113,12 +148,11 @@ class _Server(uvicorn.Server):
 
 
 async def _stopped(
-    stop: asyncio.Event, server: uvicorn.Server, reading: list[asyncio.Task[None]]
+    stop: asyncio.Event, server: uvicorn.Server, reading: asyncio.Task[None]
 ) -> None:
     await stop.wait()
     server.should_exit = True
-    for one in reading:
-        one.cancel()
+    reading.cancel()
 
 
 def _key(path: Path | None, host: str) -> str:

@@ -45,12 +45,16 @@ function pages(parts, query, total) {
     offset + ROWS < total && to(offset + ROWS, "Next"));
 }
 
+// What a mesh answers, or without one the other value.
+const ofMesh = async (path, other) => choices.mesh ? ask(path) : other;
+
 async function runPage(query) {
   const by = query.by === "time" ? "time" : "version";
   const wanted = { ...query, by };
   const runs = (query.compare || "").split(",").filter(Boolean);
   const [found, mesh, seen, history, ...others] = await Promise.all([
-    ask("series", wanted), ask("mesh").catch((error) => ({ error: error.message })), ask("alarms"), ask("history"),
+    ask("series", wanted), ofMesh("mesh", {}).catch((error) => ({ error: error.message })),
+    ofMesh("alarms", { alarms: [] }), ofMesh("history", { points: [], events: [] }),
     ...runs.map((run_id) => ask("series", { ...wanted, run_id })),
   ]);
   const all = others.length ? others.map((one, index) => [runs[index], one]) : [["", found]];
@@ -343,22 +347,31 @@ function replace(content) {
   main.dataset.at = location.hash;
 }
 
+function navigation(page) {
+  const shown = PAGES.filter(([name]) => choices.mesh !== false || !["open", "mesh"].includes(name));
+  document.querySelector("nav").replaceChildren(...shown.map(([name, title]) =>
+    h("a", { href: link([name]), "aria-current": name === page ? "page" : null }, title)));
+}
+
+// What a list leaves out, and why.
+const notes = (page) => SHOWN[page] ? choices.notes.map((one) => h("p", { class: "error", role: "status" }, one)) : [];
+
 async function show() {
   const mine = ++turn;
   clearTimeout(timer);
   const [path, text] = location.hash.replace(/^#\/?/, "").split("?");
   const [page = "run", ...ids] = (path || "run").split("/").map(decodeURIComponent);
   const query = Object.fromEntries(new URLSearchParams(text || ""));
-  document.querySelector("nav").replaceChildren(...PAGES.map(([name, title]) =>
-    h("a", { href: link([name]), "aria-current": name === page ? "page" : null }, title)));
+  navigation(page);
   const [read, again] = { session: [() => sessionPage(ids[0], choices), 0], compare: [() => comparePage(ids, choices), 0] }[page] || SHOWN[page] || SHOWN.run;
   let live = again;
   try {
-    if (again || !choices.sentences) choices = await ask("choices");
+    if (SHOWN[page] || !choices.sentences) choices = await ask("choices");
+    navigation(page);
     const made = await read(query);
     if (mine !== turn) return;
     live ||= made.live ? LIVE_MS : 0;
-    if (main.dataset.at !== location.hash || !isInUse()) replace(made.content || made);
+    if (main.dataset.at !== location.hash || !isInUse()) replace([notes(page), made.content || made]);
     document.title = `${main.querySelector("h1")?.textContent || "rollmesh"} - rollmesh`;
     state.textContent = live ? "live" : "";
   } catch (error) {
