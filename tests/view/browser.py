@@ -82,6 +82,11 @@ class Page:
         await self.until(f"Boolean({found})")
         await self.run(f"{found}.click()")
 
+    async def press(self, key: str) -> None:
+        """Presses a key."""
+        for kind in ("keyDown", "keyUp"):
+            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
     async def picture(self, path: Path) -> None:
         found = await self.call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(found["data"]))

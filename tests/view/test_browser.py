@@ -8,7 +8,7 @@ import pytest_asyncio
 
 from rollmesh.client import start_of_atif
 from tests.meshes import Mesh, scripted_mesh
-from tests.view.browser import CHROMIUM, browser
+from tests.view.browser import CHROMIUM, Page, browser
 from tests.view.test_viewer import HOSTILE, conversation, listed, turn, viewer
 
 pytestmark = [
@@ -49,8 +49,24 @@ async def test_a_reader_goes_from_the_run_to_a_token(shared: Mesh) -> None:
             assert title.endswith("trained, version 0")
             await page.click("log-probability")
             await page.until("document.querySelectorAll('.tokens.logprob b[class*=l]').length")
-            await page.until("document.querySelector('.tree').innerText.includes('root')")
+            await page.until("document.querySelector('.tree').textContent.includes('root')")
+            await a_branch_is_chosen_by_keyboard(page)
             assert page.events == []
+
+
+async def a_branch_is_chosen_by_keyboard(page: Page) -> None:
+    """Goes from the last node of the path to the other root, and chooses it."""
+    chosen = "document.activeElement.getAttribute('aria-selected')"
+    await page.run("document.querySelector('.tree [tabindex=\"0\"]').focus()")
+    assert await page.run(chosen) == "true"
+    for _ in range(9):
+        await page.press("ArrowUp")
+    await page.press("ArrowRight")
+    if await page.run(chosen) == "true":
+        await page.press("ArrowLeft")
+    assert await page.run(chosen) == "false"
+    await page.press("Enter")
+    assert await page.run(chosen) == "true"
 
 
 async def test_tokens_are_coloured_by_what_the_trainer_wrote_back(

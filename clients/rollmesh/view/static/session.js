@@ -1,18 +1,20 @@
 // A session: the tree, a path as transcript and as tokens, and two sessions from where they part.
 
 import { ask, badge, h, link, number, seconds, time } from "./dom.js";
+import { focus, graph } from "./tree.js";
 
 const COLOURS = [["mask", "trained"], ["logprob", "log-probability"], ["version", "version"], ["none", "none"]];
 const DIFFERENCE = "logprobs";  // a trainer's own ones are shown less those that were sampled
-const kept = { path: {}, tokens: false, colour: "mask" };  // while the reader goes from page to page
+const kept = { path: {}, opened: {}, tokens: false, colour: "mask" };  // while the reader goes from page to page
 
 export async function sessionPage(id, choices) {
   const found = await ask(`session/${encodeURIComponent(id)}`);
   const nodes = new Map(found.nodes.map((one) => [one.node_id, one]));
-  const body = h("div", {}), tree = h("ul", { class: "tree" });
+  const body = h("div", {}), tree = h("div", { class: "tree" });
   const draw = () => {
-    const path = found.paths[Math.min(kept.path[id] ?? main(found.paths), found.paths.length - 1)];
-    tree.replaceChildren(...branches(found, path, (index) => { kept.path[id] = index; draw(); }));
+    const chosen = Math.min(kept.path[id] ?? main(found.paths), found.paths.length - 1), path = found.paths[chosen];
+    kept.opened[id] ||= new Set();
+    graph(tree, found, chosen, kept.opened[id], (index, node) => { kept.path[id] = index; draw(); focus(tree, node); });
     body.replaceChildren(...(path ? [pathHead(path, choices), ...path.nodes.map((one) => nodeView(nodes.get(one), found, choices))]
       : [h("p", {}, "The agent got no answer.")]));
   };
@@ -22,7 +24,7 @@ export async function sessionPage(id, choices) {
     summary(found),
     environmentView(found, choices),
     controls(found, draw),
-    h("div", { class: "session" }, h("aside", { "aria-label": "Conversation tree" }, tree), body),
+    h("div", { class: "session" }, h("aside", { "aria-label": "Paths" }, tree), body),
   ];
   return { content, live: found.live };
 }
@@ -117,32 +119,6 @@ function legend() {
     none: [],
   }[kept.colour] || [key("above", "above 0"), key("below", "below 0"), "stronger: larger in this session"];
   return h("span", { class: "key" }, text);
-}
-
-function branches(found, chosen, choose) {
-  const onPath = new Set(chosen?.nodes || []), seen = new Set();
-  const depth = new Map();
-  const items = [];
-  found.paths.forEach((path, index) => {
-    let named = index === 0;
-    path.nodes.forEach((id, at) => {
-      if (seen.has(id)) return;
-      seen.add(id);
-      const node = found.nodes.find((one) => one.node_id === id);
-      const parent = path.nodes[at - 1];
-      const siblings = found.nodes.filter((one) => one.parent === (parent ?? null)).length;
-      const level = (depth.get(parent) ?? 0) + (siblings > 1 ? 1 : 0);
-      depth.set(id, level);
-      const button = h("button", { type: "button", class: onPath.has(id) ? "" : "off", "aria-pressed": String(onPath.has(id)), onclick: () => choose(index) },
-        `${node.sampled ? "●" : "○"} ${node.node_id} ${node.role.toLowerCase()} `,
-        h("span", { class: "quiet" }, number(node.ids.length)), !named && ` ${path.lineage.toLowerCase().replace("_", " ")}`,
-        node.reasons.some((one) => one !== "EXACT") && " !");
-      named = true;
-      button.style.setProperty("padding-left", `${0.4 + Math.min(level, 12) * 0.9}em`);
-      items.push(h("li", {}, button));
-    });
-  });
-  return items;
 }
 
 function pathHead(path, choices) {
