@@ -110,8 +110,8 @@ class Models:
         Raises:
             InvalidFieldError: The mesh does not have the model, or has several and none is named.
         """
-        names = self.names()
-        if waits or (model not in names if model else len(names) != 1):
+        so_far = self.names()
+        if waits or (model not in so_far if model else len(so_far) != 1):
             await self.gather()
         known = sorted(self.names())
         if model in known or (not model and len(known) == 1):
