@@ -21,7 +21,7 @@ from tests.waiting import until
 pytest.importorskip("pyarrow")
 from rollmesh.record.files import read_records
 
-BOUNDARIES = ("before-write", "after-write", "between-names", "before-ack")
+BOUNDARIES = ("before-aside", "before-write", "after-write", "between-names", "before-ack")
 
 
 @pytest.fixture
@@ -66,6 +66,16 @@ def rewarded(folder: Path) -> list[tuple[str, float]]:
     return [(one.session_id, one.reward) for one in read_records(folder / "record")]
 
 
+def disagreeing(session_id: str) -> session_pb2.SessionRecord:
+    """A session whose trajectories differ about a node."""
+    session = record(session_id)
+    other = session.trajectories.add()
+    other.CopyFrom(session.trajectories[0])
+    other.trajectory_id = f"{session_id}-2"
+    other.tokens.token_ids_u32le = bytes(len(other.tokens.token_ids_u32le))
+    return session
+
+
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 async def test_a_killed_archive_writes_each_session_once(
     tmp_path: Path, collector: str, stub: Any, boundary: str
@@ -82,6 +92,43 @@ async def test_a_killed_archive_writes_each_session_once(
     assert recorded(tmp_path) == Counter("abcd")
     names = {path.name for path in (tmp_path / "record" / "sessions").rglob("*.parquet")}
     assert {path.name for path in (tmp_path / "record" / "nodes").rglob("*.parquet")} == names
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+async def test_a_session_that_cannot_be_written_is_set_aside_once(
+    tmp_path: Path, collector: str, stub: Any, boundary: str
+) -> None:
+    poison = disagreeing("../poison")
+    await ingest(stub, poison)
+    await ingest_all(stub, "a", "b")
+    async with archive(tmp_path, collector, fault=f"archive-{boundary}", sessions=3) as process:
+        assert await process.wait_line("FAULT")
+        assert (await standing(stub)).acknowledged == 0
+        await process.kill()
+    async with archive(tmp_path, collector) as process:
+        await settled(stub, 3)
+        assert await process.terminate() == 0
+    assert recorded(tmp_path) == Counter("ab")
+    folder = tmp_path / "record" / "_set_aside"
+    (line,) = map(json.loads, (folder / "reasons.jsonl").read_text().splitlines())
+    assert line["session_id"] == "../poison"
+    assert "differs" in line["reason"]
+    kept = session_pb2.SessionRecord.FromString((folder / line["file"]).read_bytes())
+    assert kept.trajectories == poison.trajectories
+    assert {one.name for one in folder.iterdir()} == {"reasons.jsonl", "..%2Fpoison.binpb"}
+
+
+async def test_many_sessions_that_cannot_be_written_stop_the_archive(
+    tmp_path: Path, collector: str, stub: Any
+) -> None:
+    for at in range(21):
+        await ingest(stub, disagreeing(f"{at}") if at < 3 else record(f"{at}"))
+    async with archive(tmp_path, collector, sessions=21, seconds=60) as process:
+        assert await process.exit_code() == 1
+    assert "3 of 21 sessions cannot be written" in (tmp_path / "record.archive.log").read_text()
+    assert (await standing(stub)).acknowledged == 0
+    assert not (tmp_path / "record" / "_set_aside").exists()
+    assert recorded(tmp_path) == Counter()
 
 
 async def test_a_second_archive_of_a_folder_is_refused(

@@ -16,6 +16,7 @@ from pathlib import Path
 from prometheus_client import Counter
 
 from rollmesh.client import Client, Delivery, MeshAddresses, SubscribeOptions, Subscription
+from rollmesh.record import aside
 from rollmesh.record.files import COMMITS, PARTS, Writer
 from rollmesh.runtime import clock, owner_only
 from rollmesh.runtime.access import identity
@@ -35,7 +36,7 @@ _LOOK_S = 0.5
 _STARTS = {"earliest": collector_pb2.LOG_END_EARLIEST, "latest": collector_pb2.LOG_END_LATEST}
 SESSIONS = Counter(
     "rollmesh_archive_sessions_total",
-    "Sessions acknowledged, by kind: new, or again for those that the record had.",
+    "Sessions acknowledged, by kind: new, again for those that the record had, or set_aside.",
     ["kind"],
 )
 BYTES = Counter("rollmesh_archive_bytes_total", "Size of the sessions as they were delivered.")
@@ -149,8 +150,15 @@ async def _keep(
 
     Raises:
         OSError: It cannot be written.
+        InvalidFieldError: Too many of its sessions cannot be converted.
     """
     begun_ms, sessions, size = clock.monotonic_ms(), writer.sessions, writer.bytes
+    refused = dict(writer.refused)
+    await faults.reach("archive-before-aside")
+    for id_ in await asyncio.to_thread(writer.set_aside):
+        path = writer.folder / aside.FOLDER / aside.name_of(id_)
+        said = fields(session_id=id_, reason=refused[id_].reason, file=str(path))
+        _log.error("set aside a session; update rollmesh, replay the consumer", extra=said)
     await faults.reach("archive-before-write")
     await asyncio.to_thread(writer.write)
     await faults.reach("archive-after-write")
@@ -168,10 +176,12 @@ async def _keep(
             if stop.is_set():
                 return
     SESSIONS.labels("new").inc(new)
-    SESSIONS.labels("again").inc(sessions - new)
+    SESSIONS.labels("again").inc(sessions - new - len(refused))
+    SESSIONS.labels("set_aside").inc(len(refused))
     BYTES.inc(size)
     took_ms = clock.monotonic_ms() - begun_ms
-    _log.info("archived", extra=fields(sessions=sessions, new=new, files=files, took_ms=took_ms))
+    done = fields(sessions=sessions, new=new, set_aside=len(refused), files=files, took_ms=took_ms)
+    _log.info("archived", extra=done)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from rollmesh.mesh.directory import CollectorDirectory
+from rollmesh.record import aside
 from rollmesh.record.atif import write_documents
 from rollmesh.record.otel import send_spans, write_spans
 from rollmesh.record.rows import NO_MESSAGES, Decoder, decoder, write_rows
@@ -93,8 +94,8 @@ async def _export(options: argparse.Namespace) -> list[str]:
     found = _recorded(options) if options.record else _stored(options, damaged)
     async with aclosing(_chosen(found, options)) as sessions:
         if options.format == "record":
-            await _write_record(sessions, options.to)
-            return damaged
+            refused = await _write_record(sessions, options.to)
+            return damaged + refused
         if options.format == "otel":
             await _write_spans(sessions, options)
             return damaged
@@ -126,20 +127,25 @@ async def _write_atif(
     print(f"{count} sessions, {documents} documents: {to}")
 
 
-async def _write_record(sessions: AsyncGenerator[session_pb2.SessionRecord], to: Path) -> None:
+async def _write_record(sessions: AsyncGenerator[session_pb2.SessionRecord], to: Path) -> list[str]:
+    """Writes a record. Returns a line about the sessions that were set aside, if there are any."""
     if to.suffix in {".jsonl", ".parquet"}:
         raise ConfigError(f"to: {to} is a file; give a folder, or --format rows")
     from rollmesh.record.files import Writer  # needs pyarrow
 
-    count = files = 0
+    count = files = refused = 0
     with Writer(to) as writer:
         async for session in sessions:
             writer.add(session)
             count += 1
             if writer.sessions >= ROLL_SESSIONS or writer.bytes >= ROLL_BYTES:
+                refused += len(writer.refused)
                 files += len(writer.commit())
+        refused += len(writer.refused)
         files += len(writer.commit())
-    print(f"{count} sessions, {files} files: {to}")
+    print(f"{count - refused} sessions, {files} files: {to}")
+    why = to / aside.FOLDER / aside.REASONS
+    return [f"{refused} sessions cannot be written; {why} says why"] if refused else []
 
 
 async def _write_spans(

@@ -20,13 +20,13 @@ from typing import Any, Self, TypeAlias
 import pyarrow as arrow
 from pyarrow import compute, parquet
 
-from rollmesh.record import images
+from rollmesh.record import aside, images
 from rollmesh.record.schema import VERSION, VERSION_KEY, schema_of
 from rollmesh.record.tables import Tables, record_of, tables_of, with_versions
 from rollmesh.runtime import clock, owner_only
 from rollmesh.runtime.codec.records import apply_rewards
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.v1 import session_pb2
 
 _Row: TypeAlias = dict[str, Any]
@@ -38,6 +38,8 @@ _NAMES = "date=*/[0-9]*-????????.parquet"
 _ARRAYS = ("token_ids", "logprobs", "loss_mask")
 _OF_SPANS = {"policy_versions", "policy_runs"}
 """Columns for other readers. A session is read by its spans."""
+_UNWRITABLE = (RollmeshError, ValueError, TypeError, LookupError, ArithmeticError)
+"""What the conversion of a session raises."""
 _LAST_MS = 253_402_300_799_000  # the end of the year 9999
 _PIECE_ROWS, _PIECE_TOKENS = 4096, 2**20
 _SCHEMA = """
@@ -61,6 +63,8 @@ class Writer:
         self._rows: dict[tuple[str, str], list[_Row]] = {}  # by table and day
         self._images: dict[str, session_pb2.SessionImage] = {}
         self._ids: set[str] = set()
+        self.refused: dict[str, aside.Refused] = {}
+        """Sessions of the batch that the record cannot hold, by id."""
         self._name = ""
         try:
             owner_only.make_folder(folder)
@@ -90,8 +94,7 @@ class Writer:
     def add(self, record: session_pb2.SessionRecord) -> None:
         """Adds a session to the batch. A known session adds only its rewards.
 
-        Raises:
-            InvalidFieldError: Its trajectories do not agree about a node.
+        A session that cannot be converted is among `refused`.
         """
         day = _day(record.closed_unix_ms)
         self.sessions += 1
@@ -100,12 +103,29 @@ class Writer:
             if (row := _rewards(record)) is not None:
                 self._rows.setdefault(("rewards", day), []).append(row)
             return
-        tables = tables_of(record)
+        try:
+            tables = tables_of(record)
+        except _UNWRITABLE as error:
+            reason = f"{type(error).__name__}: {error}"
+            self.refused[record.session_id] = aside.Refused(reason, record.SerializeToString())
+            return
         self._ids.add(record.session_id)
         self._images |= {image.sha256: image for image in record.images}
         self._rows.setdefault(("sessions", day), []).append(tables.session)
         self._rows.setdefault(("trajectories", day), []).extend(tables.trajectories)
         self._rows.setdefault(("nodes", day), []).extend(tables.nodes)
+
+    def set_aside(self) -> list[str]:
+        """Writes the refused sessions of the batch beside the record. Durable.
+
+        Returns:
+            The ids of those that were not there.
+
+        Raises:
+            InvalidFieldError: They are too many. Nothing was written.
+            OSError: One cannot be written.
+        """
+        return aside.keep(self.refused, self.folder, self.sessions)
 
     def write(self) -> None:
         """Writes the files of the batch beside the record, and the images into it. Durable."""
@@ -143,7 +163,7 @@ class Writer:
         self._remember(names, self._ids)
         self.sessions = self.bytes = 0
         found = len(self._ids), [f"{table}/date={day}/{self._name}" for table, day in self._rows]
-        for kept in (self._rows, self._images, self._ids):
+        for kept in (self._rows, self._images, self._ids, self.refused):
             kept.clear()
         return found
 
@@ -152,8 +172,10 @@ class Writer:
 
         Raises:
             ConfigError: A file cannot be written.
+            InvalidFieldError: Too many sessions cannot be converted.
         """
         try:
+            self.set_aside()
             self.write()
             self.publish(PARTS)
             self.publish(COMMITS)
