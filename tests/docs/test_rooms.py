@@ -15,7 +15,7 @@ CEILINGS = {
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_865, 17),
     "clients/rollmesh/client": (7_344, 24),
-    "clients/rollmesh/record": (2_684, 11),
+    "clients/rollmesh/record": (2_685, 11),
     "clients/rollmesh/batches": (1_092, 6),
     "clients/rollmesh/integrations": (4_392, 23),
     "clients/rollmesh/launch": (603, 4),

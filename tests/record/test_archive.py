@@ -95,7 +95,7 @@ async def test_a_killed_archive_writes_each_session_once(
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
-async def test_a_session_that_cannot_be_written_is_set_aside_once(
+async def test_an_unwritable_session_is_set_aside_once(
     tmp_path: Path, collector: str, stub: Any, boundary: str
 ) -> None:
     poison = disagreeing("../poison")
@@ -118,7 +118,7 @@ async def test_a_session_that_cannot_be_written_is_set_aside_once(
     assert {one.name for one in folder.iterdir()} == {"reasons.jsonl", "..%2Fpoison.binpb"}
 
 
-async def test_many_sessions_that_cannot_be_written_stop_the_archive(
+async def test_many_unwritable_sessions_stop_the_archive(
     tmp_path: Path, collector: str, stub: Any
 ) -> None:
     for at in range(21):

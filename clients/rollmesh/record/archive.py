@@ -150,7 +150,7 @@ async def _keep(
 
     Raises:
         OSError: It cannot be written.
-        InvalidFieldError: Too many of its sessions cannot be converted.
+        InvalidFieldError: Too many sessions cannot be converted.
     """
     begun_ms, sessions, size = clock.monotonic_ms(), writer.sessions, writer.bytes
     refused = dict(writer.refused)
@@ -177,7 +177,8 @@ async def _keep(
                 return
     SESSIONS.labels("new").inc(new)
     SESSIONS.labels("again").inc(sessions - new - len(refused))
-    SESSIONS.labels("set_aside").inc(len(refused))
+    if refused:
+        SESSIONS.labels("set_aside").inc(len(refused))
     BYTES.inc(size)
     took_ms = clock.monotonic_ms() - begun_ms
     done = fields(sessions=sessions, new=new, set_aside=len(refused), files=files, took_ms=took_ms)

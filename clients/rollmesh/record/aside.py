@@ -23,7 +23,7 @@ class Refused(NamedTuple):
 
     reason: str
     data: bytes
-    """Its message `SessionRecord`, serialized."""
+    """The message `SessionRecord`, serialized."""
 
 
 def keep(refused: Mapping[str, Refused], root: Path, sessions: int) -> list[str]:
@@ -35,11 +35,11 @@ def keep(refused: Mapping[str, Refused], root: Path, sessions: int) -> list[str]
         sessions: Number of sessions in the batch.
 
     Returns:
-        The ids that the folder did not have.
+        The new ids.
 
     Raises:
-        InvalidFieldError: They are too many. Nothing was written.
-        OSError: One cannot be written.
+        InvalidFieldError: Too many sessions. Nothing was written.
+        OSError: A file cannot be written.
     """
     folder = root / FOLDER
     lines = reasons(root)
@@ -78,7 +78,7 @@ def reasons(root: Path) -> dict[str, dict[str, str]]:
 
 
 def name_of(session_id: str) -> str:
-    """Returns the name of a session's file: its id with `%` escapes, or the hash of a long one."""
+    """Returns the name of a session's file: the id with `%` escapes, or a long id's hash."""
     name = quote(session_id, safe="")
     if len(name) > _LONGEST_NAME:
         name = hashlib.sha256(session_id.encode()).hexdigest()

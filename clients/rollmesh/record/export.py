@@ -128,7 +128,7 @@ async def _write_atif(
 
 
 async def _write_record(sessions: AsyncGenerator[session_pb2.SessionRecord], to: Path) -> list[str]:
-    """Writes a record. Returns a line about the sessions that were set aside, if there are any."""
+    """Writes a record. Returns a line about sessions set aside."""
     if to.suffix in {".jsonl", ".parquet"}:
         raise ConfigError(f"to: {to} is a file; give a folder, or --format rows")
     from rollmesh.record.files import Writer  # needs pyarrow

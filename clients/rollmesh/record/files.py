@@ -39,7 +39,7 @@ _ARRAYS = ("token_ids", "logprobs", "loss_mask")
 _OF_SPANS = {"policy_versions", "policy_runs"}
 """Columns for other readers. A session is read by its spans."""
 _UNWRITABLE = (RollmeshError, ValueError, TypeError, LookupError, ArithmeticError)
-"""What the conversion of a session raises."""
+"""Errors of a session's conversion."""
 _LAST_MS = 253_402_300_799_000  # the end of the year 9999
 _PIECE_ROWS, _PIECE_TOKENS = 4096, 2**20
 _SCHEMA = """
@@ -119,10 +119,10 @@ class Writer:
         """Writes the refused sessions of the batch beside the record. Durable.
 
         Returns:
-            The ids of those that were not there.
+            The new ids.
 
         Raises:
-            InvalidFieldError: They are too many. Nothing was written.
+            InvalidFieldError: Too many sessions. Nothing was written.
             OSError: One cannot be written.
         """
         return aside.keep(self.refused, self.folder, self.sessions)
