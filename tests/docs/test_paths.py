@@ -23,6 +23,7 @@ _MADE = (
     "actor/",
     "sampling/",
     "clip_ratio/",
+    "_set_aside/",
 )
 """Where programs write, URLs, and metrics of verl and TRL."""
 _OTHER = {

@@ -3,9 +3,12 @@
 import asyncio
 import json
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +132,29 @@ async def test_many_unwritable_sessions_stop_the_archive(
     assert (await standing(stub)).acknowledged == 0
     assert not (tmp_path / "record" / "_set_aside").exists()
     assert recorded(tmp_path) == Counter()
+
+
+async def test_an_export_sets_a_session_aside_once(
+    tmp_path: Path, collector: str, stub: Any
+) -> None:
+    await ingest(stub, disagreeing("poison"))
+    await ingest_all(stub, "a")
+    lines = tmp_path / "record" / "_set_aside" / "reasons.jsonl"
+    command = [sys.executable, "-m", "rollmesh.cli", "export", "--to", str(tmp_path / "record")]
+    command += ["--collector", collector]
+
+    async def export() -> tuple[int, str]:
+        run = partial(subprocess.run, command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = await asyncio.to_thread(run, check=False)
+        assert "1 sessions cannot be written" in done.stderr
+        return done.returncode, lines.read_text()
+
+    code, first = await export()
+    assert (code, first.count("poison.binpb")) == (1, 1)
+    assert await export() == (1, first)
+    lines.unlink()  # as after a kill between the session and its line
+    assert await export() == (1, first)
+    assert recorded(tmp_path) == Counter("a")
 
 
 async def test_a_second_archive_of_a_folder_is_refused(
