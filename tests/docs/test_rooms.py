@@ -17,7 +17,7 @@ CEILINGS = {
     "clients/rollmesh/client": (7_344, 24),
     "clients/rollmesh/record": (2_685, 11),
     "clients/rollmesh/batches": (1_092, 6),
-    "clients/rollmesh/integrations": (4_392, 23),
+    "clients/rollmesh/integrations": (4_395, 23),
     "clients/rollmesh/launch": (603, 4),
     "clients/rollmesh/cli": (2_493, 14),
     "clients/rollmesh/view": (1_814, 8),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,19 +67,24 @@ async def test_trials_without_a_server_are_a_group_with_the_verifiers_rewards(
 _READ = """
 import json, sys
 from pathlib import Path
+from fastapi.testclient import TestClient
 from harbor.models.trajectories.trajectory import Trajectory
 from harbor.models.trial.result import TrialResult
+from harbor.viewer import create_app
 
 folder = Path(sys.argv[1])
 result = TrialResult.model_validate_json((folder / "result.json").read_text())
 document = Trajectory.model_validate_json((folder / "agent" / sys.argv[2]).read_text())
 (detail,) = result.agent_result.rollout_details
-print(json.dumps([detail, document.model_dump(mode="json")]))
+viewer = TestClient(create_app(folder.parent.parent))
+route = f"/api/jobs/{folder.parent.name}/trials/{folder.name}"
+shown = [viewer.get(route + one).json() for one in ("", "/trajectory", "/files")]
+print(json.dumps([detail, document.model_dump(mode="json"), shown]))
 """
 
 
 @pytest.mark.parametrize("is_written_by_agent", [True, False])
-async def test_harbor_reads_back_the_sampled_tokens(
+async def test_harbor_and_its_viewer_read_back_the_sampled_tokens(
     tmp_path: Path, tokenizer_dir: Path, sandboxes: Path, *, is_written_by_agent: bool
 ) -> None:
     runner = HarborTrialRunner(**settings_of(tmp_path, turns=2))
@@ -98,7 +104,7 @@ async def test_harbor_reads_back_the_sampled_tokens(
     output, _ = await run_to_end(
         *(PYTHON, "-c", _READ, folder, name), cwd=tmp_path, env=None, limit_s=60
     )
-    detail, document = json.loads(output.splitlines()[-1])
+    detail, document, (result, shown, files) = json.loads(output.splitlines()[-1])
     (trajectory,) = session.trajectories
     sampled = [one for one in trajectory.segments if one.sampled]
     ids = trajectory.token_ids.tolist()
@@ -115,6 +121,11 @@ async def test_harbor_reads_back_the_sampled_tokens(
     assert [one["llm_call_count"] for one in steps] == [1, 1]
     assert all("42" in one["message"] for one in steps)
     assert document["extra"]["rollmesh"]["reward"] == 0.75
+    assert result["agent_result"]["rollout_details"] == [detail]
+    written = json.loads((folder / "agent" / "trajectory.json").read_text())
+    assert shown == written  # the agent's own, if there is one
+    assert f"agent/{name}" in [one["path"] for one in files]
+    assert not list(folder.rglob("*.part"))
 
 
 async def test_a_trial_that_cannot_begin_fails_with_the_end_of_its_log(
@@ -166,5 +177,9 @@ async def test_a_trial_whose_trainer_dies_or_whose_time_is_over_ends_its_sandbox
 
 
 def _results(trials: Path, count: int) -> list[dict[str, Any]]:
-    found = list(trials.glob("*/result.json"))
-    return [json.loads(one.read_text()) for one in found] if len(found) == count else []
+    """Returns the results that are whole: Harbor writes them in place."""
+    found = []
+    for one in trials.glob("*/result.json"):
+        with suppress(ValueError):
+            found.append(json.loads(one.read_text()))
+    return found if len(found) == count else []

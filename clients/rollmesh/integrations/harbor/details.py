@@ -77,4 +77,7 @@ def _ordered(session: SessionResult) -> list[Trajectory]:
 
 
 def _write(path: Path, document: object) -> None:
-    path.write_text(json.dumps(document, allow_nan=False))
+    """Replaces a file as a whole, so that neither a viewer nor a kill finds half of it."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(document, allow_nan=False))
+    part.replace(path)
