@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from rollmesh.client import start_of_atif
+from rollmesh.client import Rewards, start_of_atif
 from tests.meshes import Mesh, scripted_mesh
 from tests.view.browser import CHROMIUM, Page, browser
 from tests.view.test_viewer import HOSTILE, conversation, listed, turn, viewer
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -91,6 +92,32 @@ async def test_tokens_are_coloured_by_what_the_trainer_wrote_back(
                 assert await page.until(found) == count
             title = await page.run("document.querySelector('b[class*=above]').title")
             assert "advantages" in title
+            assert page.events == []
+
+
+async def test_tokens_are_coloured_by_the_advantage_in_the_group(shared: Mesh) -> None:
+    async with shared.client() as client, viewer(shared) as http:
+        group = {"group_id": "pair", "group_size": 2, "run_id": "pair"}
+        for at in range(2):
+            async with client.session(sample_index=at, **group) as session:
+                await turn(shared, session, "Which way?")
+                session.rewards = Rewards(session=at)
+
+        async def are_there() -> bool:
+            return bool((await listed(http, run_id="pair"))["total"] == 2)
+
+        await until(are_there)
+        async with browser(str(http.base_url)) as page:
+            await page.open(f"#/session/{session.session_id}", "Metadata")
+            await page.click("Tokens")
+            await page.click("group advantage")
+            trained = "document.querySelectorAll('.tokens.by b.above2').length"
+            assert await page.until(trained) == 8
+            title = await page.run("document.querySelector('b.above2').title")
+            assert "group advantage 1.000" in title
+            special = await page.run("document.querySelector('b.special').title")
+            assert "special token" in special
+            await page.open("#/sessions?group_id=pair", "standard deviation")
             assert page.events == []
 
 

@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from rollmesh.runtime.telemetry.logs import configure_logging
 from rollmesh.view import Index, Viewer, ViewSettings
 from rollmesh.view.app import Source
 from rollmesh.view.mesh import Mesh
-from rollmesh.view.sessions import Decode
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _REQUESTS, _GRACE_S = 64, 5
@@ -66,10 +65,12 @@ def main() -> int:
 
 async def _serve(options: argparse.Namespace) -> list[str]:
     """Serves until a stop. Returns why it could not."""
+    tokenizer = _tokenizer(options.tokenizer)
     settings = ViewSettings(
         hosts=frozenset({*_LOOPBACK, options.host, *options.allow_host}),
         key=_key(options.key_file, options.host),
-        decode=_decoder(options.tokenizer),
+        decode=tokenizer and partial(_decoded, tokenizer),
+        special=_special(tokenizer),
         modules=dict(map(_module, options.view_module)),
     )
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
@@ -191,19 +192,27 @@ def _module(given: str) -> tuple[str, bytes]:
         raise ConfigError(f"view-module: {path}: {error.strerror}") from error
 
 
-def _decoder(model: Path | None) -> Decode | None:
-    """Returns the function from ids to text.
+def _tokenizer(model: Path | None) -> Tokenizer | None:
+    """Reads the tokenizer of a model's folder.
 
     Raises:
-        ConfigError: The folder has no tokenizer.
+        ConfigError: The folder has none.
     """
     if model is None:
         return None
     file = model / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"tokenizer: there is no {file}; give the folder of the model")
-    tokenizer = Tokenizer.from_file(str(file))
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    return Tokenizer.from_file(str(file))
+
+
+def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _special(tokenizer: Tokenizer | None) -> list[int]:
+    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+    return sorted(one for one, token in added.items() if token.special)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import resources
@@ -62,6 +62,8 @@ class ViewSettings:
     """The key that a browser must show. Empty lets everybody in who reaches the port."""
     decode: Decode | None = None
     """Returns the text of token ids. None shows ids."""
+    special: Sequence[int] = ()
+    """Ids of the special tokens, sorted. Pages mark them."""
     modules: Mapping[str, bytes] = field(default_factory=dict)
     """JavaScript modules that sessions may name in `metadata["view"]`, by that name."""
 
@@ -186,6 +188,7 @@ class Viewer:
             self._choices = await asyncio.to_thread(self._index.choices)
         views = sorted(self._settings.modules)
         more = {"sentences": REASONS, "views": views, "mesh": self._mesh is not None}
+        more["special"] = list(self._settings.special)
         more["error"] = self._mesh.error if self._mesh else ""
         more["notes"] = [note for one in self._sources for note in one.notes()]
         return JSONResponse(self._choices | more)

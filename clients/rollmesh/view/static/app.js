@@ -1,7 +1,7 @@
 // The pages: a run, its groups, its sessions, those that are open, and the mesh. Addresses are after "#".
 
 import { chart } from "./chart.js";
-import { ask, badge, h, link, number, Refused, seconds, table, time } from "./dom.js";
+import { advantages, ask, badge, h, link, number, Refused, seconds, table, time } from "./dom.js";
 import { comparePage, sessionPage } from "./session.js";
 
 const PAGES = [["run", "Run"], ["groups", "Groups"], ["sessions", "Sessions"], ["evaluations", "Evaluations"], ["open", "Open"], ["mesh", "Mesh"]];
@@ -187,9 +187,7 @@ async function groupsPage(query) {
 
 async function sessionsPage(query) {
   const found = await ask("sessions", { ...query, limit: ROWS });
-  const mean = query.group_id ? average(found.rows.map((row) => row.reward)) : null;
-  const deviation = mean === null ? null : Math.sqrt(average(found.rows.map((row) => row.reward === null ? null : (row.reward - mean) ** 2)) || 0);
-  const advantage = (row) => row.reward === null || !deviation ? "–" : number((row.reward - mean) / deviation);
+  const advantage = advantages(found.rows);
   const marked = new Set();
   const compare = h("button", { type: "button", disabled: true, onclick: () => { location.hash = link(["compare", ...marked]); } }, "Compare two");
   const mark = (row) => h("input", { type: "checkbox", "aria-label": `Compare ${row.session_id}`, onchange: (event) => {
@@ -201,13 +199,14 @@ async function sessionsPage(query) {
     filters(["sessions"], query, ["run_id", "model", "outcome", "purpose", "reason"], "session_order"),
     h("div", { class: "bar" }, compare, query.group_id && h("a", { href: link(["sessions"], { ...query, group_id: "" }) }, "All groups")),
     pages(["sessions"], query, found.total),
+    query.group_id && h("p", { class: "quiet" }, "The advantage is the reward less the mean of these sessions, divided by their standard deviation."),
     table([
       ["", mark],
       ["session", (row) => h("a", { href: link(["session", row.session_id]) }, row.session_id), "id"],
       ["group", (row) => row.group_id && h("a", { href: link(["sessions"], { run_id: row.run_id, group_id: row.group_id }) }, `${row.group_id} ${row.sample_index}`)],
       ["outcome", (row) => [h("span", { class: row.outcome === "COMPLETED" ? "good" : "bad" }, row.outcome), row.superseded ? " superseded" : ""]],
       ["reward", (row) => number(row.reward), "number"],
-      ...(query.group_id ? [["advantage", advantage, "number"]] : []),
+      ...(query.group_id ? [["advantage", (row) => number(advantage(row)), "number"]] : []),
       ["turns", (row) => number(row.turns), "number"],
       ["sampled", (row) => number(row.sampled), "number"],
       ["trained", (row) => number(row.trained), "number"],
@@ -223,11 +222,6 @@ function versions(row) {
   if (row.last_version === null) return "–";
   const shown = (one) => `${one >= 1e12 ? `run ${Math.floor(one / 1e12)} ` : ""}v${one % 1e12}`;
   return row.first_version === row.last_version ? shown(row.last_version) : `${shown(row.first_version)} to ${shown(row.last_version)}`;
-}
-
-function average(values) {
-  const known = values.filter((one) => one !== null);
-  return known.length ? known.reduce((sum, one) => sum + one, 0) / known.length : null;
 }
 
 const share = (one) => one && `${number(100 * one.value, 1)} % (${number(100 * one.low, 1)} to ${number(100 * one.high, 1)})`;

@@ -57,6 +57,14 @@ export function link(parts, query) {
   return `#/${parts.map(encodeURIComponent).join("/")}${text ? `?${text}` : ""}`;
 }
 
+// Returns the function from a row of a group to its advantage: its reward less the group's mean, in standard deviations.
+export function advantages(rows) {
+  const rewards = rows.map((row) => row.reward).filter((one) => one !== null);
+  const average = (values) => values.reduce((sum, one) => sum + one, 0) / values.length;
+  const mean = average(rewards), deviation = Math.sqrt(average(rewards.map((one) => (one - mean) ** 2)));
+  return (row) => (row.reward === null || !(deviation > 0) ? null : (row.reward - mean) / deviation);
+}
+
 export function badge(text, title, warn) {
   return h("span", { class: warn ? "badge warn" : "badge", title }, text);
 }

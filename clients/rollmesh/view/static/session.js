@@ -1,14 +1,17 @@
 // A session: the tree, a path as transcript and as tokens, and two sessions from where they part.
 
-import { ask, badge, h, link, number, seconds, time } from "./dom.js";
+import { advantages, ask, badge, h, link, number, seconds, time } from "./dom.js";
 import { focus, graph } from "./tree.js";
 
 const COLOURS = [["mask", "trained"], ["logprob", "log-probability"], ["version", "version"], ["none", "none"]];
+const GROUP = "group advantage", SIBLINGS = 500;
 const DIFFERENCE = "logprobs";  // a trainer's own ones are shown less those that were sampled
 const kept = { path: {}, opened: {}, tokens: false, colour: "mask" };  // while the reader goes from page to page
 
 export async function sessionPage(id, choices) {
   const found = await ask(`session/${encodeURIComponent(id)}`);
+  found.special = new Set(choices.special);
+  found.advantage = await advantageOf(found);
   const nodes = new Map(found.nodes.map((one) => [one.node_id, one]));
   const body = h("div", {}), tree = h("div", { class: "tree" });
   const draw = () => {
@@ -27,6 +30,13 @@ export async function sessionPage(id, choices) {
     h("div", { class: "session" }, h("aside", { "aria-label": "Paths" }, tree), body),
   ];
   return { content, live: found.live };
+}
+
+// The session's advantage in its group, or null.
+async function advantageOf(found) {
+  const { group_id, run_id, reward } = found;
+  if (!group_id || reward === null || reward === undefined) return null;
+  return advantages((await ask("sessions", { group_id, run_id, limit: SIBLINGS })).rows)(found);
 }
 
 function main(paths) {
@@ -73,23 +83,26 @@ function environmentView(found, choices) {
 
 function coloursOf(found) {
   const title = (name) => (name === DIFFERENCE ? "difference to the trainer's log-probability" : name);
-  return [...COLOURS, ...(found.annotations || []).map((name) => [`by ${name}`, title(name)])];
+  const ofGroup = typeof found.advantage === "number" ? [[`by ${GROUP}`, GROUP]] : [];
+  return [...COLOURS, ...ofGroup, ...(found.annotations || []).map((name) => [`by ${name}`, title(name)])];
 }
 
 // What a colour shows of a token, or nothing.
-function valueOf(node, at, name) {
+function valueOf(node, at, name, found) {
+  if (name === GROUP) return node.mask?.[at] ? found.advantage : null;
   const value = node.annotations?.[name]?.[at];
   if (value === undefined || value === null) return null;
   return name === DIFFERENCE ? (node.mask[at] ? value - node.logprobs[at] : null) : value;
 }
 
-// The largest absolute value of the session.
+// The largest absolute value of the session. Two standard deviations are a large advantage.
 function largest(found, name) {
+  if (name === GROUP) return Math.max(2, Math.abs(found.advantage));
   found.largest ||= new Map();
   let most = found.largest.get(name);
   if (most !== undefined) return most;
   most = 0;
-  for (const node of found.nodes) for (let at = 0; at < node.ids.length; at += 1) most = Math.max(most, Math.abs(valueOf(node, at, name) ?? 0));
+  for (const node of found.nodes) for (let at = 0; at < node.ids.length; at += 1) most = Math.max(most, Math.abs(valueOf(node, at, name, found) ?? 0));
   found.largest.set(name, most);
   return most;
 }
@@ -118,7 +131,7 @@ function legend() {
     version: ["a line under the token, a colour for each version"],
     none: [],
   }[kept.colour] || [key("above", "above 0"), key("below", "below 0"), "stronger: larger in this session"];
-  return h("span", { class: "key" }, text);
+  return h("span", { class: "key" }, text, " A box is a special token.");
 }
 
 function pathHead(path, choices) {
@@ -197,12 +210,13 @@ function tokens(node, found) {
   }
   return node.ids.map((id, at) => {
     const logprob = node.logprobs?.[at], trained = node.mask?.[at], sampled = versionOf[at] >= 0;
-    const classes = [trained ? "train" : sampled ? "sampled" : "", sampled ? `v${versionOf[at]}` : ""];
+    const special = found.special?.has(id), classes = [special ? "special" : "", trained ? "train" : sampled ? "sampled" : "", sampled ? `v${versionOf[at]}` : ""];
     if (sampled && logprob !== undefined) classes.push(logprob < -4 ? "l4" : logprob < -2 ? "l3" : logprob < -0.7 ? "l2" : logprob < -0.1 ? "l1" : "");
-    const value = by && valueOf(node, at, by);
+    const value = by && valueOf(node, at, by, found);
     if (value) classes.push(`${value > 0 ? "above" : "below"}${Math.ceil(4 * Math.abs(value) / most)}`);
     const span = node.versions.find((one) => one.start <= at && at < one.end);
-    const title = [`id ${id}`, sampled && logprob !== undefined && `log-prob ${logprob.toFixed(4)}`, trained ? "trained" : "not trained",
+    const title = [`id ${id}`, special && "special token", sampled && logprob !== undefined && `log-prob ${logprob.toFixed(4)}`, trained ? "trained" : "not trained",
+      by === GROUP && typeof value === "number" && `${GROUP} ${value.toFixed(3)}`,
       ...Object.keys(node.annotations || {}).map((name) => typeof node.annotations[name][at] === "number" && `${name} ${node.annotations[name][at].toFixed(4)}`),
       span && `${span.run ? `run ${span.run} ` : ""}version ${span.version}`].filter(Boolean).join(", ");
     return h("b", { class: classes.filter(Boolean).join(" "), title }, node.texts ? node.texts[at] : String(id));
