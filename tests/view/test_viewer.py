@@ -345,6 +345,11 @@ async def test_the_load_of_a_mesh_and_what_happened_are_shown_over_time(
             (first, *_) = await until(point)
             assert (first["engines"], first["leases"], first["queue"]) == (1, 0, 0)
             await client.push_weights({"w": np.zeros(1, np.float32)}, 1)
+
+            async def pushed() -> bool:  # so the engine has been looked at, too
+                return bool((await history())["events"])
+
+            await until(pushed)
             await mesh.restart("engine")
 
             async def happened() -> bool:
