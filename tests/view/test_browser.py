@@ -97,18 +97,21 @@ async def test_tokens_are_coloured_by_what_the_trainer_wrote_back(
 
 async def test_tokens_are_coloured_by_the_advantage_in_the_group(shared: Mesh) -> None:
     async with shared.client() as client, viewer(shared) as http:
-        group = {"group_id": "pair", "group_size": 2, "run_id": "pair"}
+        best = ""
         for at in range(2):
-            async with client.session(sample_index=at, **group) as session:
+            async with client.session(
+                group_id="pair", group_size=2, run_id="pair", sample_index=at
+            ) as session:
                 await turn(shared, session, "Which way?")
                 session.rewards = Rewards(session=at)
+                best = session.session_id
 
         async def are_there() -> bool:
             return bool((await listed(http, run_id="pair"))["total"] == 2)
 
         await until(are_there)
         async with browser(str(http.base_url)) as page:
-            await page.open(f"#/session/{session.session_id}", "Metadata")
+            await page.open(f"#/session/{best}", "Metadata")
             await page.click("Tokens")
             await page.click("group advantage")
             trained = "document.querySelectorAll('.tokens.by b.above2').length"
