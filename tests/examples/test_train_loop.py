@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import asdict
@@ -31,17 +32,21 @@ async def acknowledged(client: Client) -> int:
 
 
 async def test_the_loop_trains_beside_a_lost_seat_and_an_old_failed_group(
-    small: Mesh, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Mesh,
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     opened = 0
     open_session = Client.open_session
 
-    async def refusing(self: Client, request: Any) -> Session:
+    async def refusing(self: Client, request: Any, **given: Any) -> Session:
         nonlocal opened
         opened += 1
         if opened in {3, 4}:  # concurrent seats, or one seat and its second try
             raise SessionUnknownError("no room")
-        return await open_session(self, request)
+        return await open_session(self, request, **given)
 
     async with small.client() as client:
         for index in range(2):
@@ -52,6 +57,9 @@ async def test_the_loop_trains_beside_a_lost_seat_and_an_old_failed_group(
         monkeypatch.setattr("rollmesh.client.Retries.after", lambda *_: False)
         async with asyncio.timeout(_LIMIT_S):
             await train_loop.train(small.addresses, model_dir, tmp_path / "loop.pt", 1)
+        said = capsys.readouterr().out
+        assert "loss None" not in said
+        assert re.search(r"seats lost [12]\b", said)
         assert await acknowledged(client) == 1 + train_loop.GROUPS
         assert await client.policy_version() == 1
         assert (await client.stats()).open_groups == 0
