@@ -178,6 +178,20 @@ def test_trajectories_that_do_not_agree_about_a_node_are_refused() -> None:
         tables_of(session)
 
 
+def test_a_folder_holds_a_hundred_sessions_that_were_set_aside(tmp_path: Path) -> None:
+    session = shared_prefix()
+    session.trajectories[1].tokens.token_ids_u32le = bytes(24)
+    with Writer(tmp_path) as writer:
+        for at in range(101):
+            session.session_id = f"poison-{at}"
+            writer.add(session)
+            if at < 100:
+                writer.commit()
+        with pytest.raises(InvalidFieldError, match="1 of 1 sessions cannot be written, and 100"):
+            writer.commit()
+    assert len(list((tmp_path / "_set_aside").glob("*.binpb"))) == 100
+
+
 def test_a_session_that_comes_again_adds_only_its_rewards(tmp_path: Path) -> None:
     session = every_kind()[0]
     write(tmp_path, session, session)

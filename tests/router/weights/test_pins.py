@@ -187,10 +187,11 @@ async def test_a_router_that_was_killed_waits_for_the_renewals_of_pins(place: Pl
     client = place.clients[0]
     await client.pin_weights("math", 1, 60)
     await place.routers[0].kill()
-    await place.router(0, gather_ms=8_000)
+    await place.router(0, gather_ms=16_000)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(client.push_weights(TENSORS, 2))
-        assert await client.pin_weights("math", 1, 60)
+        async with asyncio.timeout(10):  # the push waits longer, for the members
+            assert await client.pin_weights("math", 1, 60)
         await place.until_it_waits()
         await client.pin_weights("math", 1, 0)
     await place.engine.until_taken(2)
