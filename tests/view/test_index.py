@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 
@@ -124,14 +123,6 @@ def test_an_unknown_order_is_refused_with_the_known_ones(index: Index) -> None:
         index.sessions(Selection(), "newest", 0, 5_000)
     with pytest.raises(InvalidFieldError, match="by"):
         index.series(Selection(), "step")
-
-
-def test_an_index_begins_anew_in_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "index.sqlite"
-    first = Index(path)
-    first.add([record("s1", 1.0)])
-    first.close()
-    assert Index(path).sessions(Selection())["total"] == 0
 
 
 def test_every_reason_has_a_sentence() -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
@@ -75,8 +74,7 @@ async def _serve(options: argparse.Namespace) -> list[str]:
     )
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with (
-        tempfile.TemporaryDirectory(prefix="rollmesh-view-") as folder,
-        closing(Index(Path(folder) / "index.sqlite")) as index,
+        closing(Index()) as index,
         socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener,
         stop_signals(supervised=bool(options.supervised)) as stop,
     ):

@@ -11,7 +11,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from rollmesh.client import pass_at
@@ -117,16 +116,10 @@ class Selection:
 class Index:
     """The sessions. Its methods may be called by any thread."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        """Creates an empty index.
-
-        Args:
-            path: A file, which is deleted if it exists. None keeps the index in memory.
-        """
-        if path is not None:
-            path.unlink(missing_ok=True)
+    def __init__(self) -> None:
+        """Creates an empty index, in a file without a name: it ends with the process."""
         self._lock = threading.Lock()
-        self._db = sqlite3.connect(str(path or ":memory:"), check_same_thread=False)
+        self._db = sqlite3.connect("", check_same_thread=False)
         self._db.executescript(_SCHEMA)
 
     def close(self) -> None:

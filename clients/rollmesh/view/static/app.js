@@ -3,6 +3,7 @@
 import { chart } from "./chart.js";
 import { advantages, ask, badge, h, link, number, Refused, seconds, table, time } from "./dom.js";
 import { comparePage, sessionPage } from "./session.js";
+import { focus } from "./tree.js";
 
 const PAGES = [["run", "Run"], ["groups", "Groups"], ["sessions", "Sessions"], ["evaluations", "Evaluations"], ["open", "Open"], ["mesh", "Mesh"]];
 const main = document.getElementById("main"), state = document.getElementById("state");
@@ -319,21 +320,29 @@ const SHOWN = {
   run: [runPage, 5000], groups: [groupsPage, 5000], sessions: [sessionsPage, 0], evaluations: [evaluationsPage, 5000], open: [openPage, LIVE_MS], mesh: [meshPage, LIVE_MS],
 };
 
-// Whether the reader types, chooses or reads a point, so that the page should not change now.
+// What stays the same of an element when its page is drawn anew.
+const keyOf = (one) => one.dataset.key || `${one.tagName} ${one.textContent}`;
+
+// Whether the reader types, chooses, marks text or reads a point, so that the page should not change now.
 function isInUse() {
-  return main.contains(document.activeElement) && ["INPUT", "SELECT"].includes(document.activeElement.tagName)
+  return !getSelection().isCollapsed || main.contains(document.activeElement) && ["INPUT", "SELECT"].includes(document.activeElement.tagName)
     || main.querySelector("figure:hover, details[open] > summary:hover") !== null;
 }
 
+// Draws the page anew. What is open, focused and scrolled stays so if it is the same page.
 function replace(content) {
-  const top = scrollY, focused = document.activeElement, again = main.dataset.at === location.hash;
-  const opened = new Set([...main.querySelectorAll("details[open] > summary")].map((one) => one.textContent));
+  const top = scrollY, aside = main.querySelector("aside")?.scrollTop, again = main.dataset.at === location.hash;
+  const active = main.contains(document.activeElement) && document.activeElement, focused = active && active !== main && keyOf(active);
+  const [node] = (active && active.dataset.nodes || "").split(" ");
+  const opened = new Set([...main.querySelectorAll("details[open] > summary")].map(keyOf));
   main.replaceChildren(...[content].flat(Infinity).filter(Boolean));
   if (again) {
+    for (const one of main.querySelectorAll("details > summary")) one.parentElement.open = opened.has(keyOf(one));
+    const same = focused && [...main.querySelectorAll("[data-key], a, button, summary")].find((one) => keyOf(one) === focused);
+    if (node) focus(main.querySelector(".tree"), node);
+    else if (same) same.focus({ preventScroll: true });
     scrollTo(0, top);
-    for (const one of main.querySelectorAll("details > summary")) one.parentElement.open = opened.has(one.textContent);
-    const same = [...main.querySelectorAll(focused.tagName)].find((one) => one.textContent === focused.textContent);
-    if (same && focused !== main) same.focus({ preventScroll: true });
+    if (aside) main.querySelector("aside").scrollTop = aside;
   } else {
     main.focus({ preventScroll: true });
     scrollTo(0, 0);

@@ -1,0 +1,174 @@
+"""The graph of a session in a real browser, drawn from trees that no small mesh makes."""
+
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from rollmesh.v1 import trajectory_pb2
+from tests.processes import running
+from tests.view.browser import CHROMIUM, Page, browser
+
+pytest.importorskip("pyarrow")
+from rollmesh.record.files import Writer
+from tests.collector.records import record
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed: apt-get install chromium"),
+]
+HOSTILE = "<script>alert(1)</script>\u202e\u2066{}\x00"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def page(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
+    """A page of a viewer that has one recorded session."""
+    folder = tmp_path_factory.mktemp("graph")
+    write(folder)
+    async with (
+        running("view", folder, record=folder / "record") as process,
+        browser(f"http://127.0.0.1:{process.port}") as found,
+    ):
+        yield found
+
+
+def write(folder: Path) -> None:
+    with Writer(folder / "record") as writer:
+        writer.add(record("recorded"))
+        writer.commit()
+
+
+def node(id_: int, parent: int | None, **given: Any) -> dict[str, Any]:
+    sampled = id_ % 2 == 0
+    role = "ASSISTANT" if sampled else "USER"
+    shown: dict[str, Any] = {"node_id": id_, "parent": parent, "role": role, "sampled": sampled}
+    return {**shown, "reasons": [], "ids": [1] * id_, "lineage": "MAIN", **given}
+
+
+def chain(first: int, last: int, parent: int | None) -> list[dict[str, Any]]:
+    return [node(at, at - 1 if at > first else parent) for at in range(first, last + 1)]
+
+
+DRAW = """
+import("/tree.js").then(({ graph, focus }) => {
+  const box = document.createElement("div");
+  box.className = "tree";
+  document.querySelector("main").replaceChildren(box);
+  const draw = (at) => graph(box, FOUND, at, window.opened, (to, id) => {
+    window.chosen = to;
+    draw(to);
+    focus(box, id);
+  });
+  Object.assign(window, { opened: new Set(), chosen: 0, refocus: (id) => focus(box, id) });
+  draw(0);
+})
+"""
+
+
+async def drawn(page: Page, nodes: list[dict[str, Any]], *paths: tuple[str, list[int]]) -> None:
+    """Draws a graph alone on the page. What the reader chose is in `window.chosen`."""
+    found = {"nodes": nodes, "paths": [{"lineage": one, "nodes": ids} for one, ids in paths]}
+    await page.run(DRAW.replace("FOUND", json.dumps(found)))
+
+
+async def rows(page: Page) -> list[str]:
+    """The rows as a screen reader hears them."""
+    items = (
+        "[...document.querySelectorAll('.tree .item')].map(one => one.getAttribute('aria-label'))"
+    )
+    found: list[str] = await page.run(items)
+    return found
+
+
+async def test_a_run_is_opened_and_folded_again_by_keys_and_by_clicks(page: Page) -> None:
+    await drawn(page, chain(1, 20, None), ("MAIN", list(range(1, 21))))
+    folded = await rows(page)
+    assert [one.split(",")[0] for one in folded] == ["1 user", "18 nodes", "20 assistant"]
+    expanded = "document.activeElement.getAttribute('aria-expanded')"
+    await page.run("refocus(9)")  # it is in the run
+    assert await page.run(expanded) == "false"
+    await page.press("Enter")
+    assert len(await rows(page)) == 20
+    assert await page.run(expanded) == "true"
+    await page.press("Enter")
+    assert await rows(page) == folded
+    for count in (20, 3):
+        await page.run("document.activeElement.dispatchEvent(new MouseEvent('click'))")
+        assert len(await rows(page)) == count
+    assert await page.run(expanded) == "false"
+    assert page.events == []
+
+
+async def test_an_opened_run_of_another_path_is_chosen_before_it_is_folded(page: Page) -> None:
+    nodes = [*chain(1, 2, None), *chain(3, 12, 2), *chain(13, 30, 2)]
+    paths = [list(range(1, 3)) + list(range(3, 13)), list(range(1, 3)) + list(range(13, 31))]
+    await drawn(page, nodes, ("SIBLING", paths[0]), ("MAIN", paths[1]))
+    await page.run("refocus(20)")
+    await page.press("Enter")
+    assert await page.run("[window.opened.size, window.chosen]") == [1, 0]
+    await page.press("Enter")
+    assert await page.run("[window.opened.size, window.chosen]") == [1, 1]
+    await page.press("Enter")
+    assert await page.run("window.opened.size") == 0
+
+
+async def test_labels_stand_at_each_branch_and_where_they_change_also_in_a_run(page: Page) -> None:
+    nodes = [*chain(1, 20, None), *chain(21, 22, 3)]
+    for one in nodes[8:20]:
+        one["lineage"] = "COMPACTION"
+    main, sub = list(range(1, 21)), [1, 2, 3, 21, 22]
+    await drawn(page, nodes, ("MAIN", main), ("SUB_AGENT", sub))
+    found = await rows(page)
+    assert next(one for one in found if "compaction" in one).startswith("15 nodes")
+    assert next(one for one in found if "sub agent" in one).startswith("21 user")
+    assert "main" in found[0]
+    assert sum("compaction" in one or "sub agent" in one for one in found) == 2
+
+
+async def test_every_label_of_the_contract_is_drawn(page: Page) -> None:
+    names = [one.removeprefix("LINEAGE_") for one in trajectory_pb2.Lineage.keys()[1:]]
+    nodes = [node(1, None), *(node(at, 1) for at in range(2, 2 + len(names)))]
+    await drawn(page, nodes, *((name, [1, at + 2]) for at, name in enumerate(names)))
+    text = " ".join(await rows(page))
+    for name in names:
+        assert name.lower().replace("_", " ") in text
+
+
+async def test_hostile_names_of_any_length_leave_the_graph_its_shape(page: Page) -> None:
+    wide = HOSTILE.format("x" * 1_000_000)
+    nodes = [node(1, None, role=wide), *chain(2, 3, 1)]
+    nodes[1]["reasons"] = [wide]
+    await drawn(page, nodes, (wide, [1, 2, 3]), ("MAIN", [1]))
+    assert await page.run("document.querySelectorAll('main script, main img').length") == 0
+    box = "document.querySelector('.tree svg').getBoundingClientRect().width"
+    assert await page.run(f"{box} < 400")
+    texts = "[...document.querySelectorAll('.tree text')].map(one => one.textContent.length)"
+    assert await page.run(f"Math.max(...{texts})") < 200
+    assert page.events == []
+
+
+async def test_two_thousand_branches_are_drawn_and_walked(page: Page) -> None:
+    nodes = [node(1, None), *(node(at, 1) for at in range(2, 2002))]
+    await drawn(page, nodes, *(("SIBLING", [1, at]) for at in range(2, 2002)))
+    await page.run("refocus(2)")
+    await page.press("ArrowUp")
+    await page.press("ArrowDown")
+    assert len(await rows(page)) == 2001
+    assert await page.run("document.activeElement.getAttribute('role')") == "treeitem"
+
+
+async def test_a_killed_viewer_leaves_no_file(tmp_path: Path, monkeypatch: Any) -> None:
+    write(tmp_path)
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setenv("SQLITE_TMPDIR", str(place))
+    monkeypatch.setenv("TMPDIR", str(place))
+    async with running("view", tmp_path, record=tmp_path / "record") as process:
+        os.kill(process.pid, signal.SIGKILL)
+        await process.exit_code()
+    assert list(place.iterdir()) == []
