@@ -124,6 +124,13 @@ HARBOR_PYTHON ?= $(shell for p in python3.13 python3.12 $(HOME)/.pyenv/versions/
 	.venv-peers/bin/python $(PIP) --no-deps --require-hashes -r requirements/conformance-peers.txt
 	@touch $@
 
+# verifiers needs another version of mcp than OpenEnv does.
+.venv-verifiers/.ready: requirements/conformance-verifiers.txt
+	@echo "setup: .venv-verifiers from requirements/conformance-verifiers.txt: what conformance-peers checks (0.6 GB)"
+	$(HARBOR_PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python $(PIP) --no-deps --require-hashes -r requirements/conformance-verifiers.txt
+	@touch $@
+
 .venv-routers/.ready: requirements/bench-routers.txt
 	@echo "setup: .venv-routers from requirements/bench-routers.txt: what bench-failover compares with (0.3 GB)"
 	$(PYTHON) -m venv .venv-routers
@@ -237,7 +244,7 @@ bench-relay: .venv/.ready .venv-harbor/.ready  # Bytes and CPU of a turn over th
 
 # A server that cannot be installed keeps the results that it has.
 conformance-peers: .venv/.ready  # Training records at other servers beside ours; writes docs/conformance and docs/peers.md
-	@$(MAKE) -k .venv-peer/.ready .venv-peers/.ready || echo "conformance-peers: not all servers could be installed"
+	@$(MAKE) -k .venv-peer/.ready .venv-peers/.ready .venv-verifiers/.ready || echo "conformance-peers: not all servers could be installed"
 	.venv/bin/python -m benchmarks.peers
 	.venv/bin/python -m scripts.pages.peers > docs/peers.md
 
@@ -375,6 +382,7 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) --group peer -o requirements/bench-peer.txt
 	$(LOCK) --group routers -o requirements/bench-routers.txt
 	$(LOCK:3.11=3.12) --group peers -o requirements/conformance-peers.txt
+	$(LOCK:3.11=3.12) --group verifiers -o requirements/conformance-verifiers.txt
 	$(LOCK:3.11=3.12) --group harbor -o requirements/harbor.txt
 	$(LOCK) --group agents -o requirements/agents.txt
 	$(LOCK) --group readers -o requirements/readers.txt
@@ -394,4 +402,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml --extra mesh -c requirements/test.txt -o requirements/mesh.txt
 
 clean:  # Removes the environments and everything that was made
-	rm -rf .venv .venv-build .venv-fast* .venv-check .venv-peer .venv-peers .venv-routers .venv-agents .venv-trainers .venv-templates .venv-sglang .venv-gpu .venv-harbor .venv-readers build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-build .venv-fast* .venv-check .venv-peer .venv-peers .venv-verifiers .venv-routers .venv-agents .venv-trainers .venv-templates .venv-sglang .venv-gpu .venv-harbor .venv-readers build dist var .mypy_cache .ruff_cache .pytest_cache

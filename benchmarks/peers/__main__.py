@@ -27,7 +27,7 @@ from benchmarks.mesh import until_ready
 from benchmarks.peers.door import Recorder, door
 from benchmarks.peers.engine import CONTEXT, REPLY, Engine, make_model, serving
 from benchmarks.peers.ours import Ours
-from benchmarks.peers.theirs import AgentLightning, Answers, OpenEnv, Rllm, logged
+from benchmarks.peers.theirs import AgentLightning, Answers, OpenEnv, Rllm, Verifiers, logged
 from examples.demo.chatml import END
 from rollmesh.cli.up import free_ports
 from rollmesh.client import Client, MeshAddresses
@@ -41,6 +41,7 @@ from tests.models import make_model_dir
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "conformance"
 PEERS, PEERS_312 = ROOT / ".venv-peer", ROOT / ".venv-peers"
+VERIFIERS = ROOT / ".venv-verifiers"
 _CHECK_S, _START_S = 120.0, 240.0
 _MESH = """\
 [mesh]
@@ -122,6 +123,16 @@ async def openenv(folder: Path) -> AsyncIterator[Recorder]:
 
 
 @asynccontextmanager
+async def verifiers(folder: Path) -> AsyncIterator[Recorder]:
+    """The interception server in front of the scripted engine."""
+    async with _engine(folder) as (engine, upstream):
+        flags = (str(Path(__file__).with_name("intercept.py")), upstream, str(folder / "model"))
+        program = VERIFIERS / "bin" / "python"
+        async with _running(folder, program, *flags, port="{}") as url:
+            yield Verifiers(url, engine)
+
+
+@asynccontextmanager
 async def litellm(folder: Path) -> AsyncIterator[Recorder]:
     """The proxy in front of the scripted engine."""
     async with _engine(folder) as (engine, upstream):
@@ -192,6 +203,12 @@ SYSTEMS: Mapping[str, System] = {
         "OpenEnv capture", openenv, PEERS_312, "openenv",
         "`openenv.core.harness.capture.server`, level probed, scripted engine",
         "`GET /sessions/{id}/rollout?include_discarded=true`: its sequences",
+    ),
+    "verifiers": System(
+        "verifiers", verifiers, VERIFIERS, "verifiers",
+        "interception server, `TrainClientConfig`, Qwen3 renderer with `thinking_retention=all`, "
+        "scripted engine",
+        "branches of the trace: one row for each",
     ),
     "litellm": System(
         "LiteLLM proxy", litellm, PEERS, "litellm",

@@ -12,8 +12,8 @@ Record = dict[str, Any]
 class Recorder(Protocol):
     """A server under test, as a trainer uses it."""
 
-    async def open(self) -> Record:
-        """Opens a session. Returns `id`, `base_url`, `key`."""
+    async def open(self, sampling: Record, /) -> Record:
+        """Opens a session whose requests have these fields. Returns `id`, `base_url`, `key`."""
         ...
 
     async def renew(self) -> bool:
@@ -29,8 +29,8 @@ class Recorder(Protocol):
 async def door(recorder: Recorder) -> AsyncIterator[str]:
     """Serves a recorder. Yields the capture URL."""
 
-    async def opened(_request: web.Request) -> web.Response:
-        return web.json_response(await recorder.open())
+    async def opened(request: web.Request) -> web.Response:
+        return web.json_response(await recorder.open((await request.json())["sampling"]))
 
     async def renewed(_request: web.Request) -> web.Response:
         return web.json_response({}, status=200 if await recorder.renew() else 501)

@@ -1,8 +1,9 @@
 """An engine that follows a script, for servers that forward to an OpenAI-compatible engine.
 
 It answers chat completions as `vllm serve --return-tokens-as-token-ids` does: the prompt is the
-chat template over the messages, the answer is a fixed text. `calls` has the prompts and samples.
-It misbehaves only where a check of the kit asks for it.
+chat template over the messages, the answer is a fixed text. It answers vLLM's route for token ids,
+`/inference/v1/generate`, too. `calls` has the prompts and samples. It misbehaves only where a check
+of the kit asks for it.
 """
 
 import time
@@ -15,10 +16,10 @@ from typing import Any
 
 import jinja2
 from aiohttp import web
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from benchmarks.peers.door import listening
-from examples.demo.chatml import END, make_tokenizer
+from examples.demo.chatml import END, START, make_tokenizer
 from rollmesh.conformance.training.records import NO_IDS, NO_TEXT
 
 CONTEXT = 8192
@@ -30,7 +31,10 @@ _LOGPROB = -0.5
 
 def make_model(folder: Path) -> Path:
     """Writes a tokenizer and a template that prints an empty thought where thinking is off."""
-    make_tokenizer([REPLY.format(one) for one in range(500)], 600, folder, CONTEXT)
+    replies = [REPLY.format(one) for one in range(500)]
+    tokenizer = make_tokenizer(replies, 600, folder, CONTEXT)
+    tokenizer.add_tokens([AddedToken(one, normalized=False) for one in ("<think>", "</think>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
     template = folder / "chat_template.jinja"
     template.write_text(f"{template.read_text().rstrip()}\n{_GLUE}{_THOUGHT}")
     return folder
@@ -59,10 +63,8 @@ class Engine:
         )
         prompt = self.tokenizer.encode(text).ids
         asked = str(body["messages"][-1]["content"])
-        samples = [self._sample(body, asked) for _ in range(body.get("n") or 1)]
-        shown = bool(body.get("return_token_ids")) and not asked.endswith(NO_IDS)
-        kept = [ids if not asked.endswith(NO_IDS) else None for ids, _, _ in samples]
-        self.calls.append({"prompt": prompt, "sampled": kept})
+        samples, kept = self._samples(body, prompt, asked)
+        shown = bool(body.get("return_token_ids")) and kept[0] is not None
         choices = [
             {
                 "index": at,
@@ -88,6 +90,32 @@ class Engine:
             },
             **({"prompt_token_ids": prompt} if shown else {}),
         }
+
+    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Returns the answer to a prompt of token ids, and logs it."""
+        prompt, options = body["token_ids"], body["sampling_params"]
+        text = self.tokenizer.decode(prompt, skip_special_tokens=False)
+        asked = text.rpartition(f"{START}user\n")[2].partition(END)[0]
+        samples, kept = self._samples(options, prompt, asked)
+        choices = [
+            {
+                "index": at,
+                "token_ids": kept[at],
+                "finish_reason": "length" if reason == "length" else "stop",
+                "logprobs": None if kept[at] is None else _logprobs(ids),
+            }
+            for at, (ids, _, reason) in enumerate(samples)
+        ]
+        return {"request_id": f"generate-{next(self.numbers)}", "choices": choices}
+
+    def _samples(
+        self, body: dict[str, Any], prompt: list[int], asked: str
+    ) -> tuple[list[tuple[list[int], str, str]], list[list[int] | None]]:
+        """Returns each choice, and the ids that are shown of it. Logs the call."""
+        samples = [self._sample(body, asked) for _ in range(body.get("n") or 1)]
+        kept = [ids if not asked.endswith(NO_IDS) else None for ids, _, _ in samples]
+        self.calls.append({"prompt": prompt, "sampled": kept})
+        return samples, kept
 
     def _sample(self, body: dict[str, Any], asked: str) -> tuple[list[int], str, str]:
         """Returns ids, text, and why it ended: empty, `length`, or the stop string."""
@@ -116,6 +144,9 @@ async def serving(engine: Engine) -> AsyncIterator[str]:
     async def chat(request: web.Request) -> web.Response:
         return web.json_response(engine.answer(await request.json()))
 
+    async def generate(request: web.Request) -> web.Response:
+        return web.json_response(engine.generate(await request.json()))
+
     async def models(_request: web.Request) -> web.Response:
         entry = {"id": "policy", "object": "model", "owned_by": "", "max_model_len": CONTEXT}
         return web.json_response({"object": "list", "data": [entry]})
@@ -125,6 +156,7 @@ async def serving(engine: Engine) -> AsyncIterator[str]:
 
     routes = {
         ("POST", "/v1/chat/completions"): chat,
+        ("POST", "/inference/v1/generate"): generate,
         ("GET", "/v1/models"): models,
         ("GET", "/health"): health,
     }

@@ -22,7 +22,7 @@ class Ours:
     client: Client
     sessions: dict[str, Session] = field(default_factory=dict)
 
-    async def open(self) -> Record:
+    async def open(self, _sampling: Record) -> Record:
         """Opens a session at the gateway."""
         session = await self.client.open_session(gateway_pb2.CreateSessionRequest())
         self.sessions[session.session_id] = session

@@ -50,7 +50,7 @@ class Theirs:
 class Rllm(Theirs):
     """rLLM's model gateway: the traces of a session."""
 
-    async def open(self) -> Record:
+    async def open(self, _sampling: Record) -> Record:
         """Opens a session."""
         self.begin()
         found = (await self.call("POST", "/sessions", {}))["session_id"]
@@ -86,7 +86,7 @@ class AgentLightning(Theirs):
         entry = {"model": "policy", "endpoint": f"{self.upstream}/v1", "version": self.version}
         await self.call("POST", "/api/models", [entry])
 
-    async def open(self) -> Record:
+    async def open(self, _sampling: Record) -> Record:
         """Creates a rollout."""
         self.begin()
         (made,) = await self.call("POST", "/api/rollouts", [{"input": {}}])
@@ -122,7 +122,7 @@ class AgentLightning(Theirs):
 class OpenEnv(Theirs):
     """OpenEnv's capture server: the sequences of a rollout."""
 
-    async def open(self) -> Record:
+    async def open(self, _sampling: Record) -> Record:
         """Opens a session, whose id is the agent's key."""
         self.begin()
         found = (await self.call("POST", "/sessions", {}))["session_id"]
@@ -156,6 +156,39 @@ class OpenEnv(Theirs):
         return {"token_ids": found["input_ids"], "labels": labels, "sampled": spans}
 
 
+class Verifiers(Theirs):
+    """verifiers' interception server, behind `intercept.py`: the branches of a trace."""
+
+    async def open(self, sampling: Record) -> Record:
+        """Opens a session. Its sampling is not the agent's."""
+        self.begin()
+        return dict(await self.call("POST", "/sessions", sampling))
+
+    async def close(self, session_id: str) -> Record:
+        """Reads the branches."""
+        return self.record(list(map(_branch, await self.call("DELETE", f"/sessions/{session_id}"))))
+
+
+def _branch(found: Any) -> Record:
+    ids: list[int] = []
+    spans, labels = [], [f"branch {found['index']}"] if found["index"] else []
+    for node in found["nodes"]:
+        end = len(ids) + len(node["token_ids"])
+        labels += node["links"]
+        if node["sampled"]:
+            spans.append(
+                span(
+                    end - sum(node["mask"]),
+                    end,
+                    node["logprobs"],
+                    trained=found["trainable"],
+                    labels=ended(node["finish_reason"], None),
+                )
+            )
+        ids += node["token_ids"]
+    return {"token_ids": ids, "labels": labels, "sampled": spans}
+
+
 @dataclass
 class Answers(Theirs):
     """A server that keeps no record for trainers: the answers with `return_token_ids`, as sent."""
@@ -163,7 +196,7 @@ class Answers(Theirs):
     door: str = ""
     answers: dict[str, list[Any]] = field(default_factory=dict)
 
-    async def open(self) -> Record:
+    async def open(self, _sampling: Record) -> Record:
         """Begins a log of answers."""
         self.begin()
         found = uuid.uuid4().hex

@@ -29,8 +29,12 @@ model's. Most of its answers end at `max_tokens`, which counts as a label, so a 
 says less than the same at the others.
 
 Any form of record can pass. Rows of one request that continue each other count as one sequence, and
-every finish reason, stop reason, finding or role in the record counts as a label. *Not seen* means
-that the server or its engine gave no occasion.
+every finish reason, stop reason, finding, role or later branch in the record counts as a label.
+*Not seen* means that the server or its engine gave no occasion.
+
+verifiers opens a session in its own process, so `benchmarks/peers/intercept.py` does that by HTTP.
+Its sessions are trained with the sampling parameters of the session, not of the agent: each session
+has those that the agent sends. It speaks to the engine in token ids, and prints prompts by itself.
 """
 _NOT_TRIED = """
 ## Not tried
@@ -41,8 +45,7 @@ _NOT_TRIED = """
 - rLLM's cumulative token mode, which release 0.1.0 does not have.
 - A real engine behind the proxies. The other checks of the kit were run at `vllm serve`
   ([conformance](conformance.md)), and not at the proxies.
-- verifiers 0.4.0: it was installed and not run. Its interception server has no command of its own,
-  and needs another version of `mcp` than OpenEnv does.
+- The semantic edges of verifiers, by which its own harnesses declare compactions and sub-agents.
 - Polar, slime, miles, AReaL, NeMo Gym, SkyRL, Dressage and uni-agent were not installed.
 """
 

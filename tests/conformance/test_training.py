@@ -28,6 +28,7 @@ class Recorder:
         self.calls: list[dict[str, Any]] = []
         self.replays: dict[str, dict[str, Any]] = {}
         self.version = 0
+        self.sampling: dict[str, Any] = {}
 
     def __call__(self, request: httpx2.Request) -> httpx2.Response:
         path = request.url.path
@@ -41,11 +42,14 @@ class Recorder:
             return httpx2.Response(200, json=record)
         if path.endswith("/sessions"):
             self.rows, self.calls = [], []
+            self.sampling = json.loads(request.content)["sampling"]
             opened = {"id": "s", "base_url": "http://server/s/v1/", "key": "secret"}
             return httpx2.Response(200, json=opened)
         assert path == "/s/v1/chat/completions"
         assert request.headers["authorization"] == "Bearer secret"
-        return self.answer(json.loads(request.content), request.headers.get("idempotency-key", ""))
+        body = json.loads(request.content)
+        assert self.sampling.items() <= body.items()
+        return self.answer(body, request.headers.get("idempotency-key", ""))
 
     def answer(self, body: dict[str, Any], key: str) -> httpx2.Response:
         if body.get("n", 1) > 1 and "no-choices" in self.faults:
@@ -88,7 +92,8 @@ class Recorder:
     def choice(self, body: dict[str, Any], asked: str) -> tuple[list[int], str, str]:
         name = "same" if body.get("temperature") == 0 else f"number {next(self.samples)}"
         text = "" if asked.endswith(NO_TEXT) else f"It is 42, I am sure. Sample {name}"
-        words = [*text.split(), "<end>"][: body["max_tokens"]]
+        most = 192 if "never-cuts" in self.faults else body["max_tokens"]
+        words = [*text.split(), "<end>"][:most]
         if (stop := body.get("stop")) and stop[0] in text:
             return self.ids(text), text.partition(stop[0])[0], "stop-string"
         finish = "stop" if words[-1] == "<end>" else "length"
@@ -181,6 +186,8 @@ def test_every_check_of_records_has_a_fault() -> None:
         ("versions", "no-versions", Verdict.NOT_SEEN),
         ("one-sequence", "no-log", Verdict.NOT_SEEN),
         ("retry", "resamples", Verdict.FAILED),
+        ("cut-answers", "never-cuts", Verdict.NOT_SEEN),
+        ("dropped-cut-answer", "never-cuts", Verdict.NOT_SEEN),
     ],
 )
 async def test_a_refusal_passes_and_no_occasion_is_no_fault(

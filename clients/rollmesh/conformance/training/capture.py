@@ -13,6 +13,9 @@ Labels set a row or an answer apart from a plain sample: a split, a cut, an erro
 records each request by itself has one row for each. `calls` is the engine's own log of its prompts
 and samples: {"prompt": [int], "sampled": [[int] for each choice]}, null where it showed no ids. It
 may be missing where answers show ids on `return_token_ids`.
+
+A session is opened with {"sampling": {...}}: fields that each of its requests will have, for a
+server that takes them from the session.
 """
 
 from collections.abc import AsyncIterator
@@ -66,6 +69,8 @@ class Episode:
     key: str
     at: str
     """URL of the session at the capture."""
+    sampling: dict[str, Any]
+    """Fields of each of its requests."""
     shown: list[dict[str, Any]] = field(default_factory=list)
     """The different answers so far, in order."""
     calls: list[Call] = field(default_factory=list)
@@ -75,6 +80,7 @@ class Episode:
 
     async def post(self, *messages: dict[str, Any], **fields: Any) -> Answer:
         """Asks in the session."""
+        fields = {**self.sampling, **fields}
         body = request(self.server, *messages, return_token_ids=True, logprobs=True, **fields)
         marks = fields.pop("marks", None) or {}
         body.pop("marks", None)
@@ -113,15 +119,20 @@ class Episode:
 
 
 @asynccontextmanager
-async def episode(server: Server) -> AsyncIterator[Episode]:
+async def episode(server: Server, **sampling: Any) -> AsyncIterator[Episode]:
     """Opens a session. It is read at the end of the block.
+
+    Args:
+        server: The server under test.
+        sampling: Fields of each request of the session.
 
     Raises:
         FailedError: The capture gives no session, or no record of it.
     """
-    opened = (await server.post(f"{server.capture_url}/sessions", {})).body()
+    opened = (await server.post(f"{server.capture_url}/sessions", {"sampling": sampling})).body()
     base_url, key = str(opened["base_url"]).rstrip("/"), str(opened.get("key") or "")
-    found = Episode(server, base_url, key, f"{server.capture_url}/sessions/{opened['id']}")
+    at = f"{server.capture_url}/sessions/{opened['id']}"
+    found = Episode(server, base_url, key, at, sampling)
     try:
         yield found
     except BaseException:

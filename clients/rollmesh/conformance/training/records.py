@@ -8,7 +8,6 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 from rollmesh.conformance.asked import DOUBT
 from rollmesh.conformance.chat.requests import user
@@ -65,8 +64,9 @@ async def _missing_ids(server: Server) -> None:
     _LOST,
 )
 async def _cut_answers(server: Server) -> None:
-    async with episode(server) as found:
-        await _three_turns(found, max_tokens=_CUT_TOKENS)
+    async with episode(server, max_tokens=_CUT_TOKENS) as found:
+        await _three_turns(found)
+    _cut(found)
     _complete(found, found.calls)
     _joined_or_labelled(found, found.calls)
 
@@ -113,8 +113,8 @@ async def _template_glue(server: Server) -> None:
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     async with episode(server) as plain:
         await plain.ask(user("Glued. What is 6 times 7?"))
-    async with episode(server) as found:
-        await _three_turns(found, opening="Glued. What is 6 times 7?", **off)
+    async with episode(server, **off) as found:
+        await _three_turns(found, "Glued. What is 6 times 7?")
     if not plain.calls or plain.calls[0].prompt == found.calls[0].prompt:
         raise NotSeenError("the template prints the same prompt with enable_thinking false")
     _complete(found, found.calls)
@@ -129,13 +129,13 @@ async def _template_glue(server: Server) -> None:
 )
 async def _stop_string(server: Server) -> None:
     opening = user("Stopped. What is 6 times 7?")
-    async with episode(server) as whole:
-        text = str((await whole.ask(opening, temperature=0))["content"])
+    async with episode(server, temperature=0) as whole:
+        text = str((await whole.ask(opening))["content"])
     stop = text[len(text) // 2 :][:4]
     if not stop.strip():
         raise NotSeenError(f"no stop string can be taken from the answer {text!r:.60}")
-    async with episode(server) as found:
-        said = await found.ask(opening, temperature=0, stop=[stop])
+    async with episode(server, temperature=0, stop=[stop]) as found:
+        said = await found.ask(opening)
         if len(said["content"]) >= len(text):
             raise NotSeenError(f"the stop string {stop!r} ended nothing")
         await found.ask(opening, said, user(DOUBT))
@@ -168,10 +168,11 @@ async def _empty_answer(server: Server) -> None:
     _FOREIGN,
 )
 async def _dropped_cut(server: Server) -> None:
-    async with episode(server) as found:
+    async with episode(server, max_tokens=_CUT_TOKENS) as found:
         opening = user("Dropped. What is 6 times 7?")
-        await found.ask(opening, max_tokens=_CUT_TOKENS)
+        await found.ask(opening)
         await found.ask(opening, user("Be brief."))
+    _cut(found)
     _complete(found, found.calls[1:], found.calls[:1])
     _not_plain(found, found.calls[1:], found.calls[:1], "answer that was thrown away")
 
@@ -217,13 +218,17 @@ async def _versions(server: Server) -> None:
     need(not names[0] & names[-1], f"both turns have the version {sorted(map(str, names[0]))}")
 
 
-async def _three_turns(
-    found: Episode, opening: str = "Three turns. What is 6 times 7?", **fields: Any
-) -> None:
+async def _three_turns(found: Episode, opening: str = "Three turns. What is 6 times 7?") -> None:
     history = [user(opening)]
     for way in ("first", "second"):
-        history += [await found.ask(*history, **fields), user(f"{DOUBT} For the {way} time.")]
-    await found.ask(*history, **fields)
+        history += [await found.ask(*history), user(f"{DOUBT} For the {way} time.")]
+    await found.ask(*history)
+
+
+def _cut(found: Episode) -> None:
+    longest = max(len(one.sampled) for one in found.calls)
+    if longest > _CUT_TOKENS:
+        raise NotSeenError(f"max_tokens {_CUT_TOKENS} cut nothing: {longest} tokens were sampled")
 
 
 def _complete(found: Episode, kept: Sequence[Call], others: Sequence[Call] = ()) -> None:
