@@ -27,7 +27,7 @@ from rollmesh.client import (
     SubscribeOptions,
     register_runner,
 )
-from rollmesh.integrations.harbor import HarborRunner, HarborTrialRunner, task_of
+from rollmesh.integrations.harbor import HarborRunner, HarborTrialRunner, ServedTrials, task_of
 from rollmesh.integrations.trl import MeshRollouts
 from rollmesh.v1 import collector_pb2, router_pb2, session_pb2, trajectory_pb2
 from tests.collector.records import record
@@ -391,6 +391,12 @@ async def harbor_trials(block: Block, folder: Path) -> None:
     assert isinstance(rolled.await_args.kwargs["runner"], HarborTrialRunner)
 
 
+async def harbor_served(block: Block, folder: Path) -> None:
+    make_tokenizer_dir(folder / "path" / "to" / "model")
+    with chdir(folder):
+        await run(block, {"HarborRunner": HarborRunner, "ServedTrials": ServedTrials, "key": "key"})
+
+
 @contextmanager
 def _patched(name: str, **settings: Any) -> Iterator[Any]:
     with patch(name, autospec=True, **settings) as stand_in:
@@ -422,6 +428,7 @@ ALONE: dict[str, Callable[[Block, Path], Awaitable[None]]] = {
     "docs/harbor.md python 1": harbor_samples,
     "docs/harbor.md python 2": harbor_of_verl,
     "docs/harbor.md python 3": harbor_trials,
+    "docs/harbor.md python 4": harbor_served,
     "docs/operations.md python 1": scorer,
     "docs/record.md python 1": record_reader,
     "docs/record.md python 2": record_reader,

@@ -33,9 +33,11 @@ async def both(
 
 
 @asynccontextmanager
-async def connecting(client: Client, server: str, name: str) -> AsyncIterator[Connector]:
+async def connecting(
+    client: Client, server: str, name: str, **settings: Any
+) -> AsyncIterator[Connector]:
     """Runs a connector, which may have to wait for the session of the relay."""
-    connector = Connector(client, server, name, KEY)
+    connector = Connector(client, server, name, KEY, **settings)
     running = asyncio.create_task(connector.run())
     try:
         yield connector
@@ -46,9 +48,11 @@ async def connecting(client: Client, server: str, name: str) -> AsyncIterator[Co
 
 
 @asynccontextmanager
-async def connected(client: Client, server: str, name: str) -> AsyncIterator[Connector]:
+async def connected(
+    client: Client, server: str, name: str, **settings: Any
+) -> AsyncIterator[Connector]:
     """Runs a connector that is connected."""
-    async with connecting(client, server, name) as connector:
+    async with connecting(client, server, name, **settings) as connector:
         async with asyncio.timeout(60):
             await connector.connected.wait()
         yield connector

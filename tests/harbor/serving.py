@@ -153,6 +153,11 @@ class Harbor:
             found: list[dict[str, Any]] = (await response.json())["results"][0]["rows"]
             return found
 
+    @property
+    def data(self) -> Path:
+        """The server's --data-dir."""
+        return self.folder / "data"
+
     def sandboxes(self) -> list[Path]:
         """Returns the sandboxes that exist."""
         return list((self.folder / "sandboxes").glob("harbor-*"))

@@ -1,12 +1,20 @@
 """Harbor's agents train through the inference relay of a real Harbor server."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from rollmesh.client import Client
-from rollmesh.integrations.harbor import Connector, HarborError, ending_of, path_of
+from rollmesh.integrations.harbor import (
+    Connector,
+    HarborError,
+    ServedTrials,
+    ending_of,
+    path_of,
+    rollout_details_of,
+)
 from tests.certificates import Authority
 from tests.faults.proxy import proxy_to
 from tests.harbor.connecting import ASKED, answered, both, command, connected, trained
@@ -21,11 +29,17 @@ async def test_each_task_is_a_group_of_sessions_with_the_verifiers_rewards(
     tmp_path: Path, tokenizer_dir: Path, stream: bool
 ) -> None:
     async with both(tmp_path, tokenizer_dir) as (mesh, harbor), mesh.client() as client:
-        async with connected(client, harbor.url, "training-1"):
+        trials = ServedTrials(data_dir=harbor.data, tokenizer=tokenizer_dir)
+        async with connected(client, harbor.url, "training-1", trials=trials):
             tasks = [harbor.task(name, ASKED) for name in ("one", "two")]
             job = await harbor.submit("training-1", tasks, attempts=3, turns=2, stream=stream)
             rollouts = await harbor.ended(job)
             sessions = await trained(client, 6)
+            documents = [trials.folder(one) / "agent" / "trajectory.json" for one in sessions]
+            await until(lambda: all(one.exists() for one in documents))
+        for session, document in zip(sessions, documents, strict=True):
+            written = json.loads((document.parent.parent / "result.json").read_text())
+            assert written["agent_result"]["rollout_details"] == rollout_details_of(session)
         assert Counter(one.group_id for one in sessions).most_common() == [
             (group, 3) for group in dict.fromkeys(one.group_id for one in sessions)
         ]

@@ -8,16 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from rollmesh.integrations.harbor import HarborTrialRunner, write_details
+from rollmesh.integrations.harbor.details import decode_of
 from tests.harbor.connecting import ASKED, RULES, trained
+from tests.harbor.reading import check_written
 from tests.harbor.serving import PYTHON, make_task, server_side
 from tests.harbor.test_runner import FOLDERS, rolled
 from tests.meshes import scripted_mesh
-from tests.processes import run_to_end
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(300)
@@ -64,68 +63,51 @@ async def test_trials_without_a_server_are_a_group_with_the_verifiers_rewards(
     assert not list(sandboxes.glob("harbor-*"))
 
 
-_READ = """
-import json, sys
-from pathlib import Path
-from fastapi.testclient import TestClient
-from harbor.models.trajectories.trajectory import Trajectory
-from harbor.models.trial.result import TrialResult
-from harbor.viewer import create_app
-
-folder = Path(sys.argv[1])
-result = TrialResult.model_validate_json((folder / "result.json").read_text())
-document = Trajectory.model_validate_json((folder / "agent" / sys.argv[2]).read_text())
-(detail,) = result.agent_result.rollout_details
-viewer = TestClient(create_app(folder.parent.parent))
-route = f"/api/jobs/{folder.parent.name}/trials/{folder.name}"
-shown = [viewer.get(route + one).json() for one in ("", "/trajectory", "/files")]
-print(json.dumps([detail, document.model_dump(mode="json"), shown]))
-"""
-
-
 @pytest.mark.parametrize("is_written_by_agent", [True, False])
 async def test_harbor_and_its_viewer_read_back_the_sampled_tokens(
     tmp_path: Path, tokenizer_dir: Path, sandboxes: Path, *, is_written_by_agent: bool
 ) -> None:
-    runner = HarborTrialRunner(**settings_of(tmp_path, turns=2))
+    settings = settings_of(tmp_path, turns=2, own_trajectory=is_written_by_agent)
+    runner = HarborTrialRunner(**settings, tokenizer=tokenizer_dir)
     task = make_task(tmp_path / "tasks" / "one", ASKED)
     async with scripted_mesh(tmp_path / "mesh", tokenizer_dir, RULES) as mesh:
         async with mesh.client() as client:
             await rolled(client, [task], runner=runner, n=1)
             (session,) = await trained(client, 1)
     folder = tmp_path / "trials" / session.session_id
-    name = "trajectory.json"
-    if is_written_by_agent:
-        (folder / "agent" / name).write_text("{}")
-        name = "trajectory.sampled.json"
-    write_details(
-        session, folder, Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json")).decode
-    )
-    output, _ = await run_to_end(
-        *(PYTHON, "-c", _READ, folder, name), cwd=tmp_path, env=None, limit_s=60
-    )
-    detail, document, (result, shown, files) = json.loads(output.splitlines()[-1])
-    (trajectory,) = session.trajectories
-    sampled = [one for one in trajectory.segments if one.sampled]
-    ids = trajectory.token_ids.tolist()
-    assert detail["prompt_token_ids"] == [ids[: one.start] for one in sampled]
-    assert detail["completion_token_ids"] == [ids[one.start : one.end] for one in sampled]
-    assert np.concatenate(detail["logprobs"]).tolist() == pytest.approx(
-        trajectory.logprobs[trajectory.loss_mask].tolist()
-    )
-    assert detail["extra"]["trained"] == [True] * 2
-    steps = [one for one in document["steps"] if one["metrics"]]
-    assert [one["metrics"]["completion_token_ids"] for one in steps] == detail[
-        "completion_token_ids"
-    ]
-    assert [one["llm_call_count"] for one in steps] == [1, 1]
-    assert all("42" in one["message"] for one in steps)
-    assert document["extra"]["rollmesh"]["reward"] == 0.75
-    assert result["agent_result"]["rollout_details"] == [detail]
+    name = "trajectory.sampled.json" if is_written_by_agent else "trajectory.json"
+    (result, shown, files), document = await check_written(session, folder, name)
     written = json.loads((folder / "agent" / "trajectory.json").read_text())
     assert shown == written  # the agent's own, if there is one
     assert f"agent/{name}" in [one["path"] for one in files]
+    assert result["agent_result"]["rollout_details"]
+    assert document["extra"]["rollmesh"]["reward"] == 0.75
     assert not list(folder.rglob("*.part"))
+    before = {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+    write_details(session, folder, decode_of(tokenizer_dir))
+    assert {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("details", "record_messages"), [(True, True), (True, False), (False, True)]
+)
+async def test_a_trial_without_a_tokenizer_has_documents_if_sessions_record_messages(
+    tmp_path: Path, tokenizer_dir: Path, sandboxes: Path, *, details: bool, record_messages: bool
+) -> None:
+    runner = HarborTrialRunner(**settings_of(tmp_path, turns=1), details=details)
+    task = make_task(tmp_path / "tasks" / "one", ASKED)
+    async with scripted_mesh(tmp_path / "mesh", tokenizer_dir, RULES) as mesh:
+        async with mesh.client() as client:
+            shape: dict[str, Any] = {"record_messages": record_messages, "export": "tree"}
+            (group,) = await rolled(client, [task], runner=runner, n=1, **shape)
+    folder = tmp_path / "trials" / group.sessions[0].session_id
+    result = json.loads((folder / "result.json").read_text())
+    assert bool((result["agent_result"] or {}).get("rollout_details")) == details
+    document = folder / "agent" / "trajectory.json"
+    assert document.exists() == (details and record_messages)
+    if document.exists():
+        said = [one["message"] for one in json.loads(document.read_text())["steps"]]
+        assert said == [ASKED, "The answer is 42."]
 
 
 async def test_a_trial_that_cannot_begin_fails_with_the_end_of_its_log(

@@ -12,10 +12,17 @@ import pytest
 
 from rollmesh.client import Client, GroupOutcome, Retries, Session, rollout, rollout_groups
 from rollmesh.client.rollouts import AgentStoppedError
-from rollmesh.integrations.harbor import HarborRolloutError, HarborRunner, settle, task_of
+from rollmesh.integrations.harbor import (
+    HarborRolloutError,
+    HarborRunner,
+    ServedTrials,
+    settle,
+    task_of,
+)
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.faults.proxy import proxy_to
 from tests.harbor.connecting import ASKED, both, generating, trained
+from tests.harbor.reading import check_written
 from tests.harbor.serving import KEY, Harbor, answers_of, statuses_of
 from tests.waiting import until
 
@@ -29,13 +36,15 @@ def runner_of(
 ) -> HarborRunner:
     """Runs the agent of the tests. `kwargs` are its own, `timeout` is Harbor's limit."""
     timeout = kwargs.pop("timeout", None)
+    trials = kwargs.pop("trials", None)
     agent = {
         "import_path": "agents:Asking",
         "model_api_format": "openai_chat_completions",
         "kwargs": kwargs,
         "override_timeout_sec": timeout,
     }
-    return HarborRunner(server or harbor.url, key, agent=agent, environment=FOLDERS, reward=reward)
+    settings = {"agent": agent, "environment": FOLDERS, "reward": reward, "trials": trials}
+    return HarborRunner(server or harbor.url, key, **settings)
 
 
 async def rolled(client: Client, samples: list[Any], **settings: Any) -> list[GroupOutcome]:
@@ -70,6 +79,28 @@ async def test_a_task_is_a_sample_and_its_attempts_are_a_group(
         assert session.metadata["harbor_reward.speed"] == "2"
         assert session.metadata["harbor_agent"] == "asking"
         assert float(session.metadata["harbor_seconds.agent_execution"]) > 0
+
+
+async def test_the_trials_of_a_server_on_this_machine_get_the_sampled_tokens(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with both(tmp_path, tokenizer_dir) as (mesh, harbor), mesh.client() as client:
+        trials = ServedTrials(data_dir=harbor.data, tokenizer=tokenizer_dir)
+        runner = runner_of(harbor, turns=2, trials=trials)
+        failing = runner_of(harbor, turns=1, fails="SandboxError", trials=trials)
+        task = harbor.task("one", ASKED)
+        await rolled(client, [task], runner=runner, n=2)
+        await rolled(client, [task], runner=failing, n=1)
+        first, second, lost = await trained(client, 3)
+    for session in (first, second):
+        folder = trials.folder(session)
+        (_, shown, _), document = await check_written(session, folder, "trajectory.json")
+        assert shown == json.loads((folder / "agent" / "trajectory.json").read_text())
+        assert document["session_id"] == session.session_id
+    result = json.loads((trials.folder(lost) / "result.json").read_text())
+    (detail,) = result["agent_result"]["rollout_details"]
+    assert len(detail["completion_token_ids"]) == 1
+    assert result["exception_info"]["exception_type"] == "SandboxError"
 
 
 async def test_another_of_the_verifiers_rewards_is_the_sessions(

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.integrations.harbor import Connector, HarborError
+from rollmesh.integrations.harbor import Connector, HarborError, ServedTrials
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import LOCAL_ROUTER
 from rollmesh.runtime.process.main import stop_signals
@@ -27,6 +27,10 @@ def main() -> int:
     )
     connect.add_argument("--reward", default="reward", help="the session's reward of the verifier")
     connect.add_argument("--run-id", default="", help="the run of the sessions")
+    connect.add_argument(
+        "--data-dir", type=Path, help="the server's, to write sampled tokens into its trials"
+    )
+    connect.add_argument("--tokenizer", type=Path, help="folder of the model, for their text")
     connect.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
     identity.add_flags(connect)
     options = parser.parse_args()
@@ -40,6 +44,9 @@ async def _connect(options: argparse.Namespace) -> list[str]:
         key = options.key_file.read_text().strip()
     except OSError as error:
         return [f"--key-file: {error}"]
+    trials = None
+    if options.data_dir is not None:
+        trials = ServedTrials(data_dir=options.data_dir, tokenizer=options.tokenizer)
     async with Client(MeshAddresses(router=options.router)) as client:
         connector = Connector(
             client,
@@ -48,6 +55,7 @@ async def _connect(options: argparse.Namespace) -> list[str]:
             key,
             reward=options.reward,
             run_id=options.run_id,
+            trials=trials,
         )
         with stop_signals() as stop:
             running = asyncio.create_task(connector.run())

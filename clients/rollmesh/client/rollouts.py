@@ -703,6 +703,8 @@ class Attempts:
         """Runs a seat to its end and returns the outcome. Errors of the agent are part of it."""
         if seat.kept is not None:
             kept = _kept(seat, seat.kept, is_stale=self._is_stale(seat.kept))
+            if kept.session_id:
+                await self._tell(seat, kept.session_id, kept.attempts)
             return await self._hand_over(seat, kept)
         backoff = Backoff(self._retries.delay_s, math.inf)
         going = await self._left(seat)
@@ -734,6 +736,8 @@ class Attempts:
                             await self.abandon(seat, text_of(error))
                         return _outcome(seat, attempt, self._fate(error), error=error)
                     outcome, seat.taken = None, False
+                if session.closed:
+                    await self._tell(seat, session.session_id, attempt)
                 if outcome is not None:
                     return outcome
                 request, is_new, going, seat.left = self._request(seat, attempt + 1), True, None, ""
@@ -970,6 +974,15 @@ class Attempts:
         if scored is not None:  # otherwise the runner may have set them itself
             session.rewards = read_rewards(scored)
         return result
+
+    async def _tell(self, seat: Seat, session_id: str, attempt: int) -> None:
+        """Tells a runner with a method `closed` that a session of it is closed."""
+        try:
+            runner = find_runner(seat.group.runner)
+            if (closed := getattr(runner, "closed", None)) is not None:
+                await closed(self._client, session_id)
+        except Exception as error:  # the session counts all the same
+            self._report("runner failed after the close", error, seat, attempt, session_id)
 
     async def _failed(
         self,

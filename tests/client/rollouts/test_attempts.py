@@ -269,3 +269,29 @@ async def test_a_session_that_opens_while_the_rollout_is_cancelled_is_closed(
             await asyncio.sleep(0)
             answer.set()
     assert [closed.outcome for closed in gateway.closed] == [session_pb2.SESSION_OUTCOME_ABORTED]
+
+
+async def test_a_runner_is_told_each_session_that_was_closed_and_its_error_then_changes_nothing(
+    gateway: ScriptedGateway, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Telling:
+        def __init__(self) -> None:
+            self.runs, self.told = 0, list[str]()
+
+        async def __call__(self, prompt: str, session: Session) -> float:
+            self.runs += 1
+            if self.runs == 1:
+                raise ValueError("wrong")
+            return 1.0
+
+        async def closed(self, client: Client, session_id: str) -> None:
+            self.told.append(session_id)
+            raise OSError("no space left")
+
+    runner = Telling()
+    retries = Retries(tries=2, delay_s=0)
+    summary = await rollout(client, ["a"], runner=runner, n=1, retries=retries)
+    assert summary.counts == {"COMPLETED": 1}
+    assert runner.told == [one.session_id for one in gateway.closed]
+    assert len(runner.told) == 2
+    assert caplog.text.count("no space left") >= 1

@@ -106,6 +106,19 @@ async def test_a_process_whose_successor_took_its_seat_neither_fills_nor_abandon
     assert not abandoned.called
 
 
+async def test_a_runner_is_told_the_closed_sessions_that_an_earlier_process_left(
+    gateway: ScriptedGateway, client: Client
+) -> None:
+    runner = AsyncMock()
+    record = session_pb2.SessionRecord(session_id="kept", group_id="a", run_id="run")
+    record.outcome = session_pb2.SESSION_OUTCOME_COMPLETED
+    settings: dict[str, Any] = {"n": 1, "run_id": "run", "group_id": str, "resume": True}
+    with patch.object(client, "stored_group", AsyncMock(return_value=[record])):
+        await rollout(client, ["a"], runner=runner, **settings)
+    runner.closed.assert_awaited_once_with(client, "kept")
+    assert not runner.await_count
+
+
 def test_groups_have_ids_of_their_step_and_sample_also_in_another_order() -> None:
     def ids(*samples: str) -> dict[str, list[str]]:
         names, found = GroupIds(), dict[str, list[str]]()

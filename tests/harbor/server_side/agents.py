@@ -80,8 +80,10 @@ class Asking(_Agent):
         """Asks each turn `at_once` times. Reads a stream on once the file `waits_for` exists.
 
         Fails with an error of the name `fails`, as long as the file `until` is missing. With the
-        file `alone`, which the first agent makes, the others fail before they ask.
+        file `alone`, which the first agent makes, the others fail before they ask. With
+        `own_trajectory` it leaves a document.
         """
+        self._own_trajectory = bool(kwargs.pop("own_trajectory", False))
         super().__init__(*args, **kwargs)
         self._turns, self._at_once, self._stream, self._fails = turns, at_once, stream, fails
         self._until = Path(until) if until else None
@@ -122,6 +124,8 @@ class Asking(_Agent):
             if self._until:
                 self._until.touch()
             raise type(self._fails, (Exception,), {})("as the test wants")
+        if self._own_trajectory:
+            (self.logs_dir / "trajectory.json").write_text("{}")
         (self.logs_dir / "answers.json").write_text(json.dumps(ids))
         (self.logs_dir / "statuses.json").write_text(json.dumps(self._statuses))
         await environment.exec("echo done > /app/done.txt")

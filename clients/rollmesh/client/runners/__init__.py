@@ -14,7 +14,8 @@ AgentRunner: TypeAlias = Callable[[Any, Session], Awaitable[Any]]
 """Runs one agent on one sample in one session.
 
 Returns the reward (a number, `Rewards`, a mapping, or None), or anything else if the rollout has a
-reward function, which receives it.
+reward function, which receives it. If it has a method `closed(client, session_id)`, the rollout
+awaits that after it closed a session. The collector may not have the session yet.
 """
 
 _RUNNERS: dict[str, AgentRunner] = {}

@@ -11,7 +11,12 @@ from rollmesh.integrations.harbor.connector import (
     ending_of,
     path_of,
 )
-from rollmesh.integrations.harbor.details import atif_of, rollout_details_of, write_details
+from rollmesh.integrations.harbor.details import (
+    ServedTrials,
+    atif_of,
+    rollout_details_of,
+    write_details,
+)
 from rollmesh.integrations.harbor.local import HarborTrialRunner
 from rollmesh.integrations.harbor.runner import (
     HarborRolloutError,
@@ -27,6 +32,7 @@ __all__ = [
     "HarborRunner",
     "HarborTrialRunner",
     "RelayClient",
+    "ServedTrials",
     "atif_of",
     "ending_of",
     "path_of",

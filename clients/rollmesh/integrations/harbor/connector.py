@@ -29,6 +29,7 @@ from yarl import URL
 
 from rollmesh.client import Client, InfrastructureError, Session
 from rollmesh.client.sessions import Outcome
+from rollmesh.integrations.harbor.details import ServedTrials
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionClosedError
 from rollmesh.runtime.telemetry.logs import fields
@@ -390,6 +391,7 @@ class Connector(RelayClient):
         *,
         reward: str = "reward",
         run_id: str = "",
+        trials: ServedTrials | None = None,
     ) -> None:
         """Connects nothing yet.
 
@@ -400,9 +402,12 @@ class Connector(RelayClient):
             key: The server's API key.
             reward: Name of the verifier's reward that is the session's. The others are metadata.
             run_id: The run of the sessions.
+            trials: Where the server keeps its trials, if this process reaches them. They get the
+                sampled tokens.
         """
         super().__init__(server, name, key)
         self._client = client
+        self._trials = trials
         self._reward = reward
         self._run_id = run_id
         self._begun = ""
@@ -573,7 +578,19 @@ class Connector(RelayClient):
             what = self._what(rollout=rollout.id, error=str(error))
             _log.warning("session was not closed, will retry", extra=what)
             return
+        else:
+            await self._write_details(session)
         self._rollouts.pop(rollout.id, None)
+
+    async def _write_details(self, session: Session) -> None:
+        """Writes the sampled tokens of a closed session into its trial, if it is reached."""
+        if self._trials is None:
+            return
+        try:
+            await self._trials.write(self._client, session.session_id)
+        except (RollmeshError, TimeoutError, OSError, ValueError) as error:
+            what = self._what(session_id=session.session_id, error=str(error))
+            _log.warning("sampled tokens were not written", extra=what)
 
 
 def _request_id(rollout_id: str) -> str:

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollmesh.client import Session
+from rollmesh.client import Client, Session
 from rollmesh.client.runners.commands import inherited
 from rollmesh.client.shielding import shielded
+from rollmesh.integrations.harbor.details import decode_of, write_stored
 from rollmesh.integrations.harbor.runner import HarborRolloutError, settle, task_of
 
 _SCRIPT = Path(__file__).with_name("trial.py")
@@ -46,6 +47,18 @@ class HarborTrialRunner:
     """Further values of Harbor's `TrialConfig`."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's environment, which it overrides: `PYTHONPATH` of your own agents."""
+    details: bool = True
+    """Whether to write the sampled tokens into the trials, as `write_details` does."""
+    tokenizer: str | Path | None = None
+    """Folder of the model, for the text of `details` where sessions record no messages."""
+
+    def __post_init__(self) -> None:
+        """Reads the tokenizer.
+
+        Raises:
+            ConfigError: It is missing.
+        """
+        decode_of(self.tokenizer)
 
     async def __call__(self, sample: Any, session: Session) -> dict[str, float]:
         """Runs a task once. Returns the `reward` and all rewards of the verifier.
@@ -81,6 +94,18 @@ class HarborTrialRunner:
             said = log.read_bytes()[-_LOG_BYTES:].decode(errors="replace").strip()
             raise HarborRolloutError(f"the trial left no result: {said}") from error
         return settle(session, result, self.reward)
+
+    async def closed(self, client: Client, session_id: str) -> None:
+        """Writes the sampled tokens of a closed session into its trial.
+
+        Raises:
+            TimeoutError: The collector does not get the session in time.
+            RollmeshError: It does not answer.
+            OSError: A file cannot be written.
+        """
+        if self.details:
+            trial = self._folder() / session_id
+            await write_stored(client, session_id, lambda _: trial, decode_of(self.tokenizer))
 
     def _folder(self) -> Path:
         folder = Path(self.folder).absolute()

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import aiohttp
 
-from rollmesh.client import InfrastructureError, Session
+from rollmesh.client import Client, InfrastructureError, Session
 from rollmesh.client.rollouts import AgentStoppedError
 from rollmesh.client.runners.reaper import Reaper
 from rollmesh.client.shielding import shielded
@@ -30,6 +30,7 @@ from rollmesh.integrations.harbor.connector import (
     ending_of,
     refusal,
 )
+from rollmesh.integrations.harbor.details import ServedTrials
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.telemetry.logs import fields
@@ -298,6 +299,7 @@ class HarborRunner:
         environment: Mapping[str, Any] | None = None,
         reward: str = "reward",
         job: Mapping[str, Any] | None = None,
+        trials: ServedTrials | None = None,
     ) -> None:
         """Connects nothing yet.
 
@@ -309,6 +311,8 @@ class HarborRunner:
             environment: Harbor's `EnvironmentConfig`. None: its default, Docker.
             reward: Name of the verifier's reward that is the session's.
             job: Further values of Harbor's `JobConfig`.
+            trials: Where the server keeps its trials, if this process reaches them. They get the
+                sampled tokens.
 
         Raises:
             InvalidFieldError: `agent` names no agent.
@@ -318,6 +322,7 @@ class HarborRunner:
         self._server = server.rstrip("/")
         self._key = key
         self._reward = reward
+        self._trials = trials
         self._job = {**(job or {}), "agents": [{"model_name": "openai/policy", **agent}]}
         if environment is not None:
             self._job["environment"] = dict(environment)
@@ -367,6 +372,17 @@ class HarborRunner:
                 await shielded(leave(), _LEAVE_S)
                 answering.cancel()
                 await asyncio.wait({answering})
+
+    async def closed(self, client: Client, session_id: str) -> None:
+        """Writes the sampled tokens of a closed session into its trial, if it is reached.
+
+        Raises:
+            TimeoutError: The collector does not get the session in time.
+            RollmeshError: It does not answer.
+            OSError: A file cannot be written.
+        """
+        if self._trials is not None:
+            await self._trials.write(client, session_id)
 
     def _submission(self, task: Mapping[str, str], session: Session) -> dict[str, Any]:
         config = {
