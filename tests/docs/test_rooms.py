@@ -5,17 +5,17 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_707, 56),
+    "services/runtime/rollmesh/runtime": (9_708, 56),
     "services/runtime/rollmesh/mesh": (4_688, 11),
     "services/gateway/rollmesh/chat": (8_236, 40),
     "services/gateway/rollmesh/gateway": (10_923, 28),
     "services/engine/rollmesh/engine": (7_942, 32),
     "services/router/rollmesh/router": (4_762, 17),
-    "services/collector/rollmesh/collector": (5_380, 14),
+    "services/collector/rollmesh/collector": (5_434, 14),
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_865, 17),
-    "clients/rollmesh/client": (7_358, 24),
-    "clients/rollmesh/record": (2_685, 11),
+    "clients/rollmesh/client": (7_383, 24),
+    "clients/rollmesh/record": (2_964, 11),
     "clients/rollmesh/batches": (1_092, 6),
     "clients/rollmesh/integrations": (4_561, 23),
     "clients/rollmesh/launch": (603, 4),

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollmesh.runtime.rpc.channels import open_channel
@@ -22,6 +23,8 @@ from tests.processes import ServiceProcess, reserved_port, running, started
 from tests.waiting import until
 
 pytest.importorskip("pyarrow")
+from pyarrow import parquet
+
 from rollmesh.record.files import read_records
 
 BOUNDARIES = ("before-aside", "before-write", "after-write", "between-names", "before-ack")
@@ -187,6 +190,53 @@ async def test_every_kind_of_session_is_archived(tmp_path: Path, collector: str,
         await settled(stub, len(kinds))
         assert await process.terminate() == 0
     assert recorded(tmp_path) == Counter(one.session_id for one in kinds)
+
+
+async def set_late(stub: Any, session_id: str, value: float, name: str = "advantages") -> None:
+    """Sets a reward of a session, and what a trainer says of its six tokens."""
+    rewards = session_pb2.SessionRewards(reward=value)
+    late = pb.SetRewardsRequest(session_id=session_id, rewards=rewards, request_id=f"{value}")
+    await stub.SetRewards(late, timeout=TIMEOUT_S)
+    values = np.full(6, value, "<f4").tobytes()
+    one = pb.Annotation(name=name, trajectory_id=f"{session_id}-1", values_f32le=values)
+    asked = pb.AnnotateRequest(session_id=session_id, annotations=[one])
+    await stub.Annotate(asked, timeout=TIMEOUT_S)
+
+
+def late_rows(folder: Path) -> Counter[tuple[str, str, float]]:
+    found: Counter[tuple[str, str, float]] = Counter()
+    for path in (folder / "record" / "rewards").rglob("*.parquet"):
+        rows = parquet.read_table(path, partitioning=None).to_pylist()
+        found.update(("reward", one["session_id"], one["reward"]) for one in rows)
+    for path in (folder / "record" / "annotations").rglob("*.parquet"):
+        rows = parquet.read_table(path, partitioning=None).to_pylist()
+        found.update((one["name"], one["session_id"], one["values"][5]) for one in rows)
+    return found
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+async def test_late_rewards_and_annotations_are_recorded_once_without_a_replay(
+    tmp_path: Path, collector: str, stub: Any, boundary: str
+) -> None:
+    await ingest_all(stub, "a", "b")
+    await set_late(stub, "b", 3.0)  # before the archive has the session
+    async with archive(tmp_path, collector) as process:
+        await settled(stub, 2)
+        first = Counter({("advantages", "b", 3.0): 1})
+        await until(lambda: late_rows(tmp_path) == first)
+        await process.kill()
+    await set_late(stub, "a", 5.0)
+    async with archive(tmp_path, collector, fault=f"archive-{boundary}") as process:
+        assert await process.wait_line("FAULT")
+        await process.kill()
+    found = first + Counter({("reward", "a", 5.0): 1, ("advantages", "a", 5.0): 1})
+    async with archive(tmp_path, collector) as process:
+        await until(lambda: late_rows(tmp_path) == found)
+        await set_late(stub, "b", 7.0)
+        found += Counter({("reward", "b", 7.0): 1, ("advantages", "b", 7.0): 1})
+        await until(lambda: late_rows(tmp_path) == found)
+        assert await process.terminate() == 0
+    assert rewarded(tmp_path) == [("a", 5.0), ("b", 7.0)]
 
 
 async def test_rewards_that_come_late_are_recorded_by_a_replay(

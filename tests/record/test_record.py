@@ -1,6 +1,7 @@
 """The record as files: lossless, and read by what people read Parquet with."""
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from datetime import date
 from pathlib import Path
@@ -13,8 +14,8 @@ from rollmesh.batches import rows_of
 from rollmesh.client import Client, SessionResult, SubscribeOptions
 from rollmesh.record import read_sessions
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
+from rollmesh.runtime.errors import InvalidFieldError, SessionDamagedError
+from rollmesh.v1 import collector_pb2 as pb, sampling_pb2, session_pb2, trajectory_pb2
 from tests.collector.records import (
     add_columns,
     record,
@@ -26,9 +27,9 @@ from tests.meshes import Mesh, scripted_mesh
 from tests.record.readers import read_by
 
 pytest.importorskip("pyarrow")
-from rollmesh.record.files import Writer, read_records, read_session
+from rollmesh.record.files import Writer, read_records, read_session, read_stored
 from rollmesh.record.schema import TABLES
-from rollmesh.record.tables import tables_of
+from rollmesh.record.tables import Tables, tables_of
 
 DAY_MS = 86_400_000
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -140,8 +141,109 @@ def test_a_session_without_the_files_of_its_nodes_is_an_error(tmp_path: Path) ->
     write(tmp_path, *every_kind())
     (path,) = tmp_path.glob("nodes/date=1970-01-03/*.parquet")
     path.unlink()
-    with pytest.raises(FileNotFoundError, match="nodes"):
+    with pytest.raises(SessionDamagedError, match=r"nodes.* is missing"):
         list(read_records(tmp_path))
+    damaged: list[str] = []
+    rest = list(read_sessions(tmp_path, damaged=damaged))
+    assert "sampled" not in {one.session_id for one in rest}
+    assert len(rest) == len(every_kind()) - 1
+    assert len(damaged) == 1
+    assert f"{path} is missing" in damaged[0]
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    write(tmp_path, *every_kind())
+    (path,) = tmp_path.glob("trajectories/date=1970-01-03/*.parquet")
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(SessionDamagedError, match=f"{path} cannot be read"):
+        list(read_records(tmp_path))
+
+
+def test_a_session_whose_image_is_missing_is_read_without_it(tmp_path: Path) -> None:
+    pictured = with_images(record("pictured"), b"cat", b"dog")
+    write(tmp_path, pictured)
+    (tmp_path / "images" / f"{pictured.images[0].sha256}.png").unlink()
+    with pytest.raises(SessionDamagedError, match="session pictured has an image"):
+        list(read_records(tmp_path))
+    (path,) = tmp_path.glob("sessions/*/*.parquet")
+    found = read_session(path, "pictured")
+    assert found is not None
+    assert [one.data for one in found.images] == [b"", b"dog"]
+    assert found.trajectories[0].images == pictured.trajectories[0].images
+
+
+def annotation(name: str, *values: float, of: str = "sampled-1") -> pb.Annotation:
+    return pb.Annotation(
+        name=name, trajectory_id=of, values_f32le=np.array(values, "<f4").tobytes()
+    )
+
+
+def test_the_last_annotation_of_a_name_counts(tmp_path: Path) -> None:
+    session, other = every_kind()[0], record("other")
+    first = [annotation("advantages", 1, 2), annotation("logprobs", np.nan, -1)]
+    with Writer(tmp_path) as writer:
+        writer.add(session)
+        writer.add(other)
+        writer.change(session, first)
+        assert len(writer.commit()) == 7  # two days, and no rewards
+        writer.change(session, [annotation("advantages", 3, 4), first[1]])
+        assert [one.split("/")[0] for one in writer.commit()] == ["annotations"]
+        writer.change(session, [annotation("advantages", 3, 4), first[1]])
+        assert writer.is_empty
+    found = dict(zip_ids(read_stored(tmp_path, [])))
+    assert found == {"sampled": [annotation("advantages", 3, 4), first[1]], "other": []}
+    assert len(list(read_records(tmp_path))) == 2
+
+
+def zip_ids(stored: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Any]]:
+    return ((session.session_id, annotations) for session, annotations in stored)
+
+
+def test_an_index_made_again_knows_late_values(tmp_path: Path) -> None:
+    session, values = every_kind()[0], [annotation("advantages", np.nan, 2)]
+    write(tmp_path, session)
+    session.reward = 5.0
+    session.trajectories[0].segments[1].reward = -1.0
+    with Writer(tmp_path) as writer:
+        writer.change(session, values)
+        writer.place = "7"
+        writer.commit()
+    with Writer(tmp_path) as writer:
+        assert writer.place == "7"
+    (tmp_path / "_index.sqlite").unlink()
+    with Writer(tmp_path) as writer:
+        assert writer.place == ""
+        writer.change(session, values)
+        assert writer.is_empty
+    assert list(read_records(tmp_path)) == [session]
+
+
+def test_a_delivery_is_older_than_rewards_that_were_read(tmp_path: Path) -> None:
+    session = every_kind()[0]
+    before = session_pb2.SessionRecord.FromString(session.SerializeToString())
+    session.reward = 5.0
+    with Writer(tmp_path) as writer:
+        writer.add(before)
+        writer.change(session, ())
+        writer.add(before)
+        writer.commit()
+        writer.add(before)
+        assert writer.is_empty
+    assert list(read_records(tmp_path)) == [session]
+
+
+def test_a_session_that_parquet_cannot_hold_is_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tables(session: session_pb2.SessionRecord) -> Tables:
+        found = tables_of(session)
+        return found._replace(session=found.session | {"turns": 2**40 if found.nodes else 0})
+
+    poison, fine = record("poison"), session_pb2.SessionRecord(session_id="fine")
+    monkeypatch.setattr("rollmesh.record.files.tables_of", tables)
+    write(tmp_path, fine, poison)
+    assert [one.session_id for one in read_records(tmp_path)] == ["fine"]
+    assert (tmp_path / "_set_aside" / "poison.binpb").read_bytes() == poison.SerializeToString()
 
 
 def test_every_field_of_the_protocol_has_a_column() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 
 from rollmesh.runtime.rpc.channels import open_channel
@@ -105,14 +106,32 @@ async def test_files_of_a_running_archive_are_shown_as_they_come(tmp_path: Path)
             late = session_pb2.SessionRewards(reward=5.0)
             wanted = pb.SetRewardsRequest(session_id="b", rewards=late, request_id="1")
             await stub.SetRewards(wanted, timeout=TIMEOUT_S)
-            seek = pb.SeekRequest(consumer="archive", position=pb.Position(end=pb.LOG_END_EARLIEST))
-            await stub.Seek(seek, timeout=TIMEOUT_S)
+            own = np.array([0, 0, -1, -2, -3, np.nan], "<f4").tobytes()
+            said = pb.Annotation(name="logprobs", trajectory_id="b-1", values_f32le=own)
+            asked = pb.AnnotateRequest(session_id="b", annotations=[said])
+            await stub.Annotate(asked, timeout=TIMEOUT_S)
 
             async def changed() -> bool:
-                return await rewards(http) == {"a": 0.0, "b": 5.0}
+                annotated = "logprobs" in (await get(http, "session/b")).get("annotations", ())
+                return annotated and await rewards(http) == {"a": 0.0, "b": 5.0}
 
             await until(changed)
-            assert (await get(http, "session/b"))["reward"] == 5.0
+            shown = await get(http, "session/b")
+            assert shown["reward"] == 5.0
+            own_of = {one["node_id"]: one["annotations"]["logprobs"] for one in shown["nodes"]}
+            assert own_of == {1: [0, 0], 2: [-1, -2, -3, None]}
+
+
+async def test_a_session_without_the_file_of_an_image_is_shown(tmp_path: Path) -> None:
+    pictured = with_images(record("pictured"), b"cat", b"dog")
+    write(tmp_path / "record", pictured)
+    cat, dog = (one.sha256 for one in pictured.images)
+    (tmp_path / "record" / "images" / f"{cat}.png").unlink()
+    async with viewer(tmp_path) as http:
+        await sessions_are(http, "pictured")
+        shown = await get(http, "session/pictured")
+        assert [one["bytes"] for one in shown["images"]] == [0, 3]
+        assert (await http.get(f"/api/session/pictured/images/{dog}")).content == b"dog"
 
 
 async def test_a_session_that_the_collector_removed_is_opened_from_the_record(

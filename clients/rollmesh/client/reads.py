@@ -1,6 +1,8 @@
 """Reads sessions: open ones at their gateways, closed ones at the collector."""
 
+from collections.abc import Callable
 from contextlib import aclosing
+from typing import Any
 
 import grpc
 
@@ -136,13 +138,35 @@ class ReadCalls(Connections):
         )
         return await self._stored(request, limit)
 
+    async def changed_sessions(
+        self, *, after: str = "", limit: int = 500
+    ) -> list[collector_pb2.ReadChangesResponse]:
+        """Returns sessions whose rewards or annotations were set after they could be delivered.
+
+        They come in the order of their last changes, without arrays.
+
+        Args:
+            after: `resume_token` of the last response of the call before. Empty begins.
+            limit: Maximum number of sessions.
+
+        Raises:
+            RollmeshError: The collector is of a release without changes: `code` is UNIMPLEMENTED.
+        """
+        request = collector_pb2.ReadChangesRequest(resume_token=after)
+        return await self._listed(lambda stub: stub.ReadChanges, request, limit)
+
     async def _stored(
         self, request: collector_pb2.ReadSessionsRequest, limit: int | None = None
     ) -> list[collector_pb2.ReadSessionsResponse]:
-        async def read(channel: grpc.aio.Channel) -> list[collector_pb2.ReadSessionsResponse]:
+        return await self._listed(lambda stub: stub.ReadSessions, request, limit)
+
+    async def _listed(
+        self, method: Callable[[Any], Any], request: Any, limit: int | None
+    ) -> list[Any]:
+        async def read(channel: grpc.aio.Channel) -> list[Any]:
             stub = stub_of(channel, collector_pb2_grpc.CollectorServiceStub)
-            found: list[collector_pb2.ReadSessionsResponse] = []
-            call = stub.ReadSessions(request, timeout=CALL_S)
+            found: list[Any] = []
+            call = method(stub)(request, timeout=CALL_S)
             async with aclosing(read_stream(call)) as responses:
                 async for response in responses:
                     found.append(response)

@@ -355,6 +355,7 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     start_at = _waiting(AsyncClient.start_at)
     stored_group = _waiting(AsyncClient.stored_group)
     stored_sessions = _waiting(AsyncClient.stored_sessions)
+    changed_sessions = _waiting(AsyncClient.changed_sessions)
     open_sessions = _waiting(AsyncClient.open_sessions)
     open_session_tree = _waiting(AsyncClient.open_session_tree)
     stats = _waiting(AsyncClient.stats)

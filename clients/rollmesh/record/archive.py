@@ -21,6 +21,7 @@ from rollmesh.record.files import COMMITS, PARTS, Writer
 from rollmesh.runtime import clock, owner_only
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
+from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.process.main import stop_signals
 from rollmesh.runtime.telemetry.endpoint import metrics_endpoint
@@ -31,6 +32,8 @@ _log = logging.getLogger(__name__)
 _LEAST_LEASE_MS, _LEASES = 600_000, 3
 _MOST_S = 3600
 _ACKNOWLEDGE_S = 5.0
+_CHANGES = 16
+"""Most sessions whose late rewards and annotations are read at once."""
 _LOOK_S = 0.5
 """Time between two looks for a stop while nothing comes."""
 _STARTS = {"earliest": collector_pb2.LOG_END_EARLIEST, "latest": collector_pb2.LOG_END_LATEST}
@@ -39,7 +42,9 @@ SESSIONS = Counter(
     "Sessions acknowledged, by kind: new, again for those that the record had, or set_aside.",
     ["kind"],
 )
-BYTES = Counter("rollmesh_archive_bytes_total", "Size of the sessions as they were delivered.")
+BYTES = Counter(
+    "rollmesh_archive_bytes_total", "Size of the sessions and late values that were written."
+)
 _ALL = collector_pb2.DeliveryFilter(
     purposes=[
         session_pb2.SESSION_PURPOSE_TRAIN,
@@ -105,7 +110,9 @@ async def _archive(options: argparse.Namespace) -> list[str]:
             try:
                 while not stop.is_set():
                     batch = await _collect(writer, deliveries, options, stop)
-                    if batch:
+                    if not stop.is_set():
+                        await _read_changes(writer, client, options.mebibytes * 2**20)
+                    if batch or not writer.is_empty:
                         await _keep(writer, deliveries, batch, stop)
             except OSError as error:  # nothing of the batch was acknowledged
                 return [f"{options.to}: {error}"]
@@ -117,16 +124,16 @@ async def _collect(
 ) -> list[Delivery]:
     """Gives the writer sessions until it has enough, or the first has waited long enough.
 
-    A stop ends it at once.
+    A stop ends it at once, and it ends without sessions when none has come for so long.
     """
     batch: list[Delivery] = []
-    end_ms = 0
+    end_ms = clock.monotonic_ms() + options.seconds * 1000
     while (
         not stop.is_set()
         and writer.sessions < options.sessions
         and writer.bytes < options.mebibytes * 2**20
     ):
-        left_s = (end_ms - clock.monotonic_ms()) / 1000 if batch else _LOOK_S
+        left_s = (end_ms - clock.monotonic_ms()) / 1000
         if left_s <= 0:
             break
         try:
@@ -134,11 +141,27 @@ async def _collect(
                 delivery = await anext(deliveries)
         except TimeoutError:
             continue
-        end_ms = end_ms or clock.monotonic_ms() + options.seconds * 1000
+        if not batch:
+            end_ms = clock.monotonic_ms() + options.seconds * 1000
         batch.append(delivery)
         for record in delivery.records:
             await asyncio.to_thread(writer.add, record)
     return batch
+
+
+async def _read_changes(writer: Writer, client: Client, most_bytes: int) -> None:
+    """Gives the writer rewards and annotations that were set since it asked last."""
+    while writer.bytes < most_bytes:
+        try:
+            found = await client.changed_sessions(after=writer.place, limit=_CHANGES)
+        except RollmeshError as error:  # the next batch has them
+            _log.warning("late rewards and annotations wait", extra=fields(error=str(error)))
+            return
+        for one in found:
+            await asyncio.to_thread(writer.change, one.session, one.annotations)
+            writer.place = one.resume_token
+        if len(found) < _CHANGES:
+            return
 
 
 async def _keep(
@@ -153,21 +176,21 @@ async def _keep(
         InvalidFieldError: Too many sessions cannot be converted.
     """
     begun_ms, sessions, size = clock.monotonic_ms(), writer.sessions, writer.bytes
-    refused = dict(writer.refused)
+    await faults.reach("archive-before-write")
+    await asyncio.to_thread(writer.write)
     await faults.reach("archive-before-aside")
+    refused = dict(writer.refused)
     for id_ in await asyncio.to_thread(writer.set_aside):
         path = writer.folder / aside.FOLDER / aside.name_of(id_)
         said = fields(session_id=id_, reason=refused[id_].reason, file=str(path))
         _log.error("set aside a session; update rollmesh, replay the consumer", extra=said)
-    await faults.reach("archive-before-write")
-    await asyncio.to_thread(writer.write)
     await faults.reach("archive-after-write")
     await asyncio.to_thread(writer.publish, PARTS)
     await faults.reach("archive-between-names")
     await asyncio.to_thread(writer.publish, COMMITS)
     await faults.reach("archive-before-ack")
     new, files = await asyncio.to_thread(writer.finish)
-    while True:
+    while batch:
         try:
             async with asyncio.timeout(_ACKNOWLEDGE_S):
                 await deliveries.acknowledge(*batch)

@@ -3,10 +3,11 @@
 import argparse
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from rollmesh.mesh.directory import CollectorDirectory
 from rollmesh.record import aside
@@ -20,6 +21,8 @@ from rollmesh.v1 import collector_pb2, session_pb2
 
 _SELECTED = ("run_id", "group_id", "model", "outcome", "purpose")
 """The flags that select sessions, by the names of `summary_of`."""
+_Stored: TypeAlias = tuple[session_pb2.SessionRecord, Iterable[collector_pb2.Annotation]]
+"""A session and its annotations."""
 ROLL_SESSIONS, ROLL_BYTES = 10_000, 128 * 2**20
 """The size at which files of a record are finished."""
 
@@ -91,11 +94,12 @@ async def _export(options: argparse.Namespace) -> list[str]:
     if options.format != "otel" and _is_url(options.to):
         raise ConfigError(f"to: {options.to} is a URL; give a path, or --format otel")
     damaged: list[str] = []
-    found = _recorded(options) if options.record else _stored(options, damaged)
-    async with aclosing(_chosen(found, options)) as sessions:
+    found = _recorded(options, damaged) if options.record else _stored(options, damaged)
+    async with aclosing(_chosen(found, options)) as chosen:
         if options.format == "record":
-            refused = await _write_record(sessions, options.to)
+            refused = await _write_record(chosen, options.to)
             return damaged + refused
+        sessions = (session async for session, _ in chosen)
         if options.format == "otel":
             await _write_spans(sessions, options)
             return damaged
@@ -127,7 +131,7 @@ async def _write_atif(
     print(f"{count} sessions, {documents} documents: {to}")
 
 
-async def _write_record(sessions: AsyncGenerator[session_pb2.SessionRecord], to: Path) -> list[str]:
+async def _write_record(sessions: AsyncGenerator[_Stored], to: Path) -> list[str]:
     """Writes a record. Returns a line about sessions set aside."""
     if to.suffix in {".jsonl", ".parquet"}:
         raise ConfigError(f"to: {to} is a file; give a folder, or --format rows")
@@ -135,8 +139,9 @@ async def _write_record(sessions: AsyncGenerator[session_pb2.SessionRecord], to:
 
     count = files = refused = 0
     with Writer(to) as writer:
-        async for session in sessions:
+        async for session, annotations in sessions:
             writer.add(session)
+            writer.change(session, annotations)
             count += 1
             if writer.sessions >= ROLL_SESSIONS or writer.bytes >= ROLL_BYTES:
                 refused += len(writer.refused)
@@ -164,9 +169,7 @@ async def _write_spans(
     print(f"{count} spans: {options.to}")
 
 
-async def _stored(
-    options: argparse.Namespace, damaged: list[str]
-) -> AsyncGenerator[session_pb2.SessionRecord]:
+async def _stored(options: argparse.Namespace, damaged: list[str]) -> AsyncGenerator[_Stored]:
     """Yields the sessions of a collector's store. Any collector does, as they have one."""
     request = collector_pb2.ReadSessionsRequest(
         session_id=options.session, consumer=options.consumer
@@ -179,28 +182,28 @@ async def _stored(
                 if response.damaged_session_id:
                     damaged.append(f"session {response.damaged_session_id} is damaged; left out")
                 else:
-                    yield response.session
+                    yield response.session, response.annotations
     finally:
         await collectors.aclose()
 
 
-async def _recorded(options: argparse.Namespace) -> AsyncGenerator[session_pb2.SessionRecord]:
-    from rollmesh.record.files import read_records
+async def _recorded(options: argparse.Namespace, damaged: list[str]) -> AsyncGenerator[_Stored]:
+    from rollmesh.record.files import read_stored
 
-    for session in read_records(options.record):
+    for session, annotations in read_stored(options.record, damaged):
         if options.session in ("", session.session_id):
-            yield session
+            yield session, annotations
 
 
 async def _chosen(
-    sessions: AsyncGenerator[session_pb2.SessionRecord], options: argparse.Namespace
-) -> AsyncGenerator[session_pb2.SessionRecord]:
+    sessions: AsyncGenerator[_Stored], options: argparse.Namespace
+) -> AsyncGenerator[_Stored]:
     wanted = {name: value for name in _SELECTED if (value := getattr(options, name))}
     async with aclosing(sessions):
-        async for session in sessions:
+        async for session, annotations in sessions:
             summary = summary_of(session)
             if all(summary[name] == value for name, value in wanted.items()):
-                yield session
+                yield session, annotations
 
 
 if __name__ == "__main__":

@@ -6,17 +6,21 @@ Files of a batch that did not come so far are removed by the next writer.
 """
 
 import fcntl
+import json
 import os
 import shutil
 import sqlite3
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, date, datetime
-from itertools import pairwise
+from hashlib import blake2b
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
+import numpy as np
 import pyarrow as arrow
 from pyarrow import compute, parquet
 
@@ -26,26 +30,43 @@ from rollmesh.record.tables import Tables, record_of, tables_of, with_versions
 from rollmesh.runtime import clock, owner_only
 from rollmesh.runtime.codec.records import apply_rewards
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.v1 import session_pb2
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionDamagedError
+from rollmesh.v1 import collector_pb2, session_pb2
 
 _Row: TypeAlias = dict[str, Any]
 _LOCK, _INDEX, _WRITING, _IMAGES = "_lock", "_index.sqlite", "_writing", "images"
 PARTS = ("nodes", "trajectories")
 """The files of these tables are renamed before the files of `COMMITS`."""
-COMMITS = ("sessions", "rewards")
+LATE = ("rewards", "annotations")
+"""Tables of late values: rewards and annotations."""
+COMMITS = ("sessions", *LATE)
 _NAMES = "date=*/[0-9]*-????????.parquet"
-_ARRAYS = ("token_ids", "logprobs", "loss_mask")
+_ARRAYS = ("token_ids", "logprobs", "loss_mask", "values")
 _OF_SPANS = {"policy_versions", "policy_runs"}
 """Columns for other readers. A session is read by its spans."""
-_UNWRITABLE = (RollmeshError, ValueError, TypeError, LookupError, ArithmeticError)
+_UNWRITABLE = (
+    *(RollmeshError, arrow.ArrowException),
+    *(ValueError, TypeError, LookupError, ArithmeticError),
+)
 """Errors of a session's conversion."""
 _LAST_MS = 253_402_300_799_000  # the end of the year 9999
 _PIECE_ROWS, _PIECE_TOKENS = 4096, 2**20
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (session_id TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS late (
+  session_id TEXT, what TEXT, digest BLOB NOT NULL, was_read INTEGER NOT NULL,
+  PRIMARY KEY (session_id, what)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS places (name TEXT PRIMARY KEY, place TEXT NOT NULL) WITHOUT ROWID;
 """
+
+
+class _Last(NamedTuple):
+    """The last values that the record has of a kind of a session's rewards or annotations."""
+
+    digest: bytes
+    was_read: bool
+    """Whether they were read from the store, after which a delivery may be older."""
 
 
 class Writer:
@@ -62,10 +83,11 @@ class Writer:
         """Number of sessions given to the batch, known ones included, and the size of all."""
         self._rows: dict[tuple[str, str], list[_Row]] = {}  # by table and day
         self._images: dict[str, session_pb2.SessionImage] = {}
-        self._ids: set[str] = set()
+        self._records: dict[str, session_pb2.SessionRecord] = {}
+        self._late: dict[tuple[str, str], _Last] = {}
         self.refused: dict[str, aside.Refused] = {}
         """Sessions of the batch that the record cannot hold, by id."""
-        self._name = ""
+        self._name = self._place = ""
         try:
             owner_only.make_folder(folder)
             with ExitStack() as stack:
@@ -92,16 +114,17 @@ class Writer:
         self._held.close()
 
     def add(self, record: session_pb2.SessionRecord) -> None:
-        """Adds a session to the batch. A known session adds only its rewards.
+        """Adds a session to the batch, as it was delivered. A known one adds only other rewards.
 
         A session that cannot be converted is among `refused`.
         """
-        day = _day(record.closed_unix_ms)
+        day, rewards = _day(record.closed_unix_ms), _rewards(record)
         self.sessions += 1
         self.bytes += record.ByteSize()
-        if record.session_id in self._ids or self._has(record.session_id):
-            if (row := _rewards(record)) is not None:
-                self._rows.setdefault(("rewards", day), []).append(row)
+        known = self._last(record.session_id, _kind("rewards", rewards))
+        if record.session_id in self._records or self._has(record.session_id):
+            if known is None or not known.was_read:
+                self._add_late("rewards", day, rewards, was_read=False)
             return
         try:
             tables = tables_of(record)
@@ -109,11 +132,66 @@ class Writer:
             reason = f"{type(error).__name__}: {error}"
             self.refused[record.session_id] = aside.Refused(reason, record.SerializeToString())
             return
-        self._ids.add(record.session_id)
+        self._records[record.session_id] = record
+        if known is None:
+            self._note("rewards", rewards, was_read=False)
         self._images |= {image.sha256: image for image in record.images}
         self._rows.setdefault(("sessions", day), []).append(tables.session)
         self._rows.setdefault(("trajectories", day), []).extend(tables.trajectories)
         self._rows.setdefault(("nodes", day), []).extend(tables.nodes)
+
+    def change(
+        self,
+        session: session_pb2.SessionRecord,
+        annotations: Iterable[collector_pb2.Annotation],
+    ) -> None:
+        """Adds the rewards and annotations of a session that the record does not have.
+
+        Args:
+            session: The session as it is in the store, with or without arrays.
+            annotations: All of its annotations.
+        """
+        day = _day(session.closed_unix_ms)
+        self._add_late("rewards", day, _rewards(session), was_read=True)
+        for one in annotations:
+            self.bytes += one.ByteSize()
+            self._add_late("annotations", day, _annotation(session.session_id, one), was_read=True)
+
+    def _add_late(self, table: str, day: str, row: _Row, *, was_read: bool) -> None:
+        last = self._last(row["session_id"], _kind(table, row))
+        digest = _digest(row)
+        if digest != (last.digest if last else _NO_REWARDS):
+            self._rows.setdefault((table, day), []).append(row)
+        self._note(table, row, was_read=was_read)
+
+    def _note(self, table: str, row: _Row, *, was_read: bool) -> None:
+        self._late[row["session_id"], _kind(table, row)] = _Last(_digest(row), was_read)
+
+    def _last(self, session_id: str, kind: str) -> _Last | None:
+        if (last := self._late.get((session_id, kind))) is not None:
+            return last
+        sql = "SELECT digest, was_read FROM late WHERE session_id = ? AND what = ?"
+        row = self._index.execute(sql, (session_id, kind)).fetchone()
+        return None if row is None else _Last(row[0], bool(row[1]))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the batch has nothing to write."""
+        return not (self._rows or self.refused)
+
+    @property
+    def place(self) -> str:
+        """The place in a list of changes up to which the record has them. Set it to move it.
+
+        It is durable with the next `finish`. A writer that was killed before reads changes again,
+        and adds none twice.
+        """
+        row = self._index.execute("SELECT place FROM places WHERE name = 'changes'").fetchone()
+        return self._place or (str(row[0]) if row else "")
+
+    @place.setter
+    def place(self, place: str) -> None:
+        self._place = place
 
     def set_aside(self) -> list[str]:
         """Writes the refused sessions of the batch beside the record. Durable.
@@ -128,7 +206,39 @@ class Writer:
         return aside.keep(self.refused, self.folder, self.sessions)
 
     def write(self) -> None:
-        """Writes the files of the batch beside the record, and the images into it. Durable."""
+        """Writes the files of the batch beside the record, and the images into it. Durable.
+
+        A session that Parquet cannot hold is among `refused`.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
+        try:
+            self._write()
+        except _UNWRITABLE:
+            if not self._refuse():
+                raise
+            self._write()
+
+    def _refuse(self) -> bool:
+        """Takes sessions out of the batch whose rows cannot be converted. Returns whether any."""
+        for id_, record in list(self._records.items()):
+            try:
+                for table in ("sessions", *PARTS):
+                    for rows in (rows for (of, _), rows in self._rows.items() if of == table):
+                        own = [row for row in rows if row["session_id"] == id_]
+                        for piece in _pieces(table, own):
+                            arrow.Table.from_pylist(piece, schema_of(table))
+            except _UNWRITABLE as error:
+                reason = f"{type(error).__name__}: {error}"
+                self.refused[id_] = aside.Refused(reason, record.SerializeToString())
+                del self._records[id_]
+        for (table, _), rows in self._rows.items():
+            if table not in LATE:
+                rows[:] = [row for row in rows if row["session_id"] not in self.refused]
+        return bool(self.refused)
+
+    def _write(self) -> None:
         self._name = f"{clock.unix_ms():013d}-{uuid.uuid4().hex[:8]}.parquet"
         images.write(self._images.values(), self.folder / _IMAGES)
         (self.folder / _WRITING).mkdir(mode=0o700, exist_ok=True)
@@ -158,12 +268,11 @@ class Writer:
         Returns:
             The number of sessions that were new, and the files of the batch as paths in the folder.
         """
-        days = [day for table, day in self._rows if table == "sessions"]
-        names = [f"sessions/date={day}/{self._name}" for day in days]
-        self._remember(names, self._ids)
+        files = [f"{table}/date={day}/{self._name}" for table, day in self._rows]
+        self._remember([one for one in files if one.startswith(COMMITS)], self._records)
+        found = len(self._records), files
         self.sessions = self.bytes = 0
-        found = len(self._ids), [f"{table}/date={day}/{self._name}" for table, day in self._rows]
-        for kept in (self._rows, self._images, self._ids, self.refused):
+        for kept in (self._rows, self._images, self._records, self._late, self.refused):
             kept.clear()
         return found
 
@@ -175,8 +284,8 @@ class Writer:
             InvalidFieldError: Too many sessions cannot be converted.
         """
         try:
-            self.set_aside()
             self.write()
+            self.set_aside()
             self.publish(PARTS)
             self.publish(COMMITS)
         except OSError as error:
@@ -195,6 +304,10 @@ class Writer:
             rows = [(one,) for one in session_ids]
             self._index.executemany("INSERT OR IGNORE INTO sessions VALUES (?)", rows)
             self._index.executemany("INSERT OR IGNORE INTO files VALUES (?)", [(f,) for f in files])
+            late = [(*key, *last) for key, last in self._late.items()]
+            self._index.executemany("INSERT OR REPLACE INTO late VALUES (?, ?, ?, ?)", late)
+            place = [("changes", self._place)] if self._place else []
+            self._index.executemany("INSERT OR REPLACE INTO places VALUES (?, ?)", place)
 
     def _clean(self) -> None:
         """Removes files of a batch whose sessions have no file. Others' files stay."""
@@ -206,13 +319,21 @@ class Writer:
                     path.unlink()
 
     def _catch_up(self) -> None:
-        """Reads the ids of sessions whose files the index does not know: of a killed writer."""
+        """Reads files that the index does not know: of a killed writer."""
         known = {name for (name,) in self._index.execute("SELECT name FROM files")}
-        for path in (self.folder / "sessions").glob(_NAMES):
-            name = path.relative_to(self.folder).as_posix()
-            if name not in known:
-                found = parquet.ParquetFile(path).read(["session_id"])
-                self._remember([name], found.column("session_id").to_pylist())
+        for table in COMMITS:
+            for path in sorted((self.folder / table).glob(_NAMES), key=lambda path: path.name):
+                name = path.relative_to(self.folder).as_posix()
+                if name in known:
+                    continue
+                ids: list[str] = []
+                if table == "sessions":
+                    ids = _ids_in(path)
+                else:
+                    for row in _read(path).to_pylist():
+                        self._note(table, row, was_read=True)
+                self._remember([name], ids)
+                self._late.clear()
 
 
 def _pieces(table: str, rows: Iterable[_Row]) -> Iterator[list[_Row]]:
@@ -228,8 +349,8 @@ def _pieces(table: str, rows: Iterable[_Row]) -> Iterator[list[_Row]]:
         yield piece
 
 
-def _rewards(record: session_pb2.SessionRecord) -> _Row | None:
-    """Returns the row of a session's rewards. None if it has none."""
+def _rewards(record: session_pb2.SessionRecord) -> _Row:
+    """Returns the row of a session's rewards."""
     found = {
         run.node_id: run.reward
         for one in record.trajectories
@@ -237,7 +358,7 @@ def _rewards(record: session_pb2.SessionRecord) -> _Row | None:
         if run.HasField("reward")
     }
     found |= {node.node_id: node.reward for node in record.tree.nodes if node.HasField("reward")}
-    row = {
+    return {
         "session_id": record.session_id,
         "recorded_unix_ms": clock.unix_ms(),
         "reward": record.reward if record.HasField("reward") else None,
@@ -248,8 +369,35 @@ def _rewards(record: session_pb2.SessionRecord) -> _Row | None:
         ],
         "turn_rewards": [{"node_id": id_, "reward": reward} for id_, reward in found.items()],
     }
-    is_rewarded = row["reward"] is not None or row["trajectory_rewards"] or found
-    return row if is_rewarded else None
+
+
+def _annotation(session_id: str, one: collector_pb2.Annotation) -> _Row:
+    return {
+        "session_id": session_id,
+        "recorded_unix_ms": clock.unix_ms(),
+        "trajectory_id": one.trajectory_id,
+        "name": one.name,
+        "values": np.frombuffer(one.values_f32le, "<f4"),
+    }
+
+
+def _kind(table: str, row: _Row) -> str:
+    """Returns the key of a row in its session: rewards, or the name of an annotation."""
+    return table if table == "rewards" else f"{table}/{row['trajectory_id']}/{row['name']}"
+
+
+def _digest(row: _Row) -> bytes:
+    """Returns a digest of a row's values."""
+    if "values" in row:
+        values = np.asarray(row["values"], "<f4")
+        data = np.where(np.isnan(values), np.float32(np.nan), values).tobytes()
+    else:
+        parts = (row[name] for name in ("reward", "trajectory_rewards", "turn_rewards"))
+        data = json.dumps(list(parts)).encode()
+    return blake2b(data, digest_size=16).digest()
+
+
+_NO_REWARDS = _digest({"reward": None, "trajectory_rewards": [], "turn_rewards": []})
 
 
 def _day(unix_ms: int) -> str:
@@ -261,7 +409,11 @@ def _day(unix_ms: int) -> str:
 
 
 def read_records(
-    folder: str | Path, *, since: date | None = None, until: date | None = None
+    folder: str | Path,
+    *,
+    since: date | None = None,
+    until: date | None = None,
+    damaged: list[str] | None = None,
 ) -> Iterator[session_pb2.SessionRecord]:
     """Yields the sessions of a record with their last rewards, by day and in order of writing.
 
@@ -269,21 +421,46 @@ def read_records(
         folder: The record's.
         since: The first day, in UTC. None: the oldest.
         until: The last day. None: the newest.
+        damaged: Takes a line for each file whose sessions are left out. None: it is an error.
 
     Raises:
         InvalidFieldError: A newer release has written a file.
-        OSError: A file is missing or damaged.
+        SessionDamagedError: A file is missing or damaged.
     """
-    root = Path(folder)
     days = [since.isoformat() if since else "", until.isoformat() if until else "9999"]
+    return (record for _, record in _read_records(Path(folder), days, damaged))
+
+
+def read_stored(
+    folder: Path, damaged: list[str]
+) -> Iterator[tuple[session_pb2.SessionRecord, list[collector_pb2.Annotation]]]:
+    """Yields the sessions of a record with their annotations, as `read_records`."""
+    annotations: dict[str, list[collector_pb2.Annotation]] = {}
+    for of_file, records in groupby(_read_records(folder, ["", "9999"], damaged), itemgetter(0)):
+        annotations = read_annotations(of_file, _ids_in(of_file))
+        for _, record in records:
+            yield record, annotations.get(record.session_id, [])
+
+
+def _read_records(
+    root: Path, days: Sequence[str], damaged: list[str] | None
+) -> Iterator[tuple[Path, session_pb2.SessionRecord]]:
+    """Yields sessions with the files that they are in."""
     rewards = read_rewards(_files(root, "rewards", days))
     for path in _files(root, "sessions", days):
-        for tables in read_tables(path):
-            yield _record(root, tables, rewards)
+        try:
+            for tables in read_tables(path):
+                yield path, _record(root, tables, rewards, images.read)
+        except SessionDamagedError as error:
+            if damaged is None:
+                raise
+            damaged.append(error.message)
 
 
 def read_session(path: Path, session_id: str) -> session_pb2.SessionRecord | None:
     """Returns a session of a file with its last rewards, or None. Other sessions are not decoded.
+
+    An image whose file is missing has no bytes.
 
     Args:
         path: A file of `sessions`.
@@ -291,12 +468,37 @@ def read_session(path: Path, session_id: str) -> session_pb2.SessionRecord | Non
 
     Raises:
         InvalidFieldError: A newer release has written a file.
-        OSError: A file is missing or damaged.
+        SessionDamagedError: A file is missing or damaged.
     """
     root, day = path.parents[2], path.parent.name.removeprefix("date=")
     rewards = read_rewards(_files(root, "rewards", [day, day]), session_id)
     found = next(read_tables(path, session_id), None)
-    return None if found is None else _record(root, found, rewards)
+    return None if found is None else _record(root, found, rewards, images.read_if_any)
+
+
+def read_annotations(
+    path: Path, session_ids: Collection[str]
+) -> dict[str, list[collector_pb2.Annotation]]:
+    """Returns the last annotations of sessions of a file, by session. Raises as `read_session`.
+
+    Args:
+        path: A file of `sessions`.
+        session_ids: The sessions.
+    """
+    root, day = path.parents[2], path.parent.name.removeprefix("date=")
+    last: dict[tuple[str, str, str], _Row] = {}
+    for file in _files(root, "annotations", [day, day]):
+        rows = _by_session(file, *(session_ids if len(session_ids) == 1 else ()))
+        for row in chain.from_iterable(rows.get(one, ()) for one in session_ids):
+            key = row["session_id"], row["trajectory_id"], row["name"]
+            if last.setdefault(key, row)["recorded_unix_ms"] <= row["recorded_unix_ms"]:
+                last[key] = row
+    found: dict[str, list[collector_pb2.Annotation]] = {}
+    for (of, trajectory_id, name), row in sorted(last.items(), key=itemgetter(0)):
+        data = np.asarray(row["values"], "<f4").tobytes()
+        one = collector_pb2.Annotation(name=name, trajectory_id=trajectory_id, values_f32le=data)
+        found.setdefault(of, []).append(one)
+    return found
 
 
 def read_tables(path: Path, session_id: str = "") -> Iterator[Tables]:
@@ -310,7 +512,11 @@ def read_tables(path: Path, session_id: str = "") -> Iterator[Tables]:
     files = [path.parents[2] / table / path.parent.name / path.name for table in PARTS]
     if any(map(_has_parts, sessions)):
         for file in files:
-            file.stat()
+            if not file.exists():
+                raise SessionDamagedError(
+                    f"record: {file} is missing, so the sessions of {path} cannot be read; bring "
+                    f"it back, or delete {path}"
+                )
     parts = [_by_session(file, session_id) for file in files]
     for row in sessions:
         nodes, trajectories = (part.pop(row["session_id"], []) for part in parts)
@@ -331,11 +537,22 @@ def read_rewards(paths: Iterable[Path], session_id: str = "") -> dict[str, _Row]
     return rewards
 
 
-def _record(root: Path, tables: Tables, rewards: Mapping[str, _Row]) -> session_pb2.SessionRecord:
-    found = {
-        one["sha256"]: images.read(root / _IMAGES, one["sha256"], one["media_type"])
-        for one in tables.session["images"]
-    }
+def _record(
+    root: Path,
+    tables: Tables,
+    rewards: Mapping[str, _Row],
+    image: Callable[[Path, str, str], bytes],
+) -> session_pb2.SessionRecord:
+    try:
+        found = {
+            one["sha256"]: image(root / _IMAGES, one["sha256"], one["media_type"])
+            for one in tables.session["images"]
+        }
+    except OSError as error:
+        raise SessionDamagedError(
+            f"record: session {tables.session['session_id']} has an image that cannot be read: "
+            f"{error}; bring its file back"
+        ) from error
     record = record_of(tables, found)
     if (late := rewards.get(record.session_id)) is not None:
         apply_rewards(record, _late(late))
@@ -358,7 +575,17 @@ def _read(path: Path, session_id: str = "") -> Any:
 
     Raises:
         InvalidFieldError: Its version is newer.
+        SessionDamagedError: It is damaged.
     """
+    try:
+        return _read_file(path, session_id)
+    except (OSError, arrow.ArrowException) as error:
+        raise SessionDamagedError(
+            f"record: {path} cannot be read: {error}; bring it back"
+        ) from error
+
+
+def _read_file(path: Path, session_id: str) -> Any:
     file = parquet.ParquetFile(path)
     version = int((file.schema_arrow.metadata or {}).get(VERSION_KEY, b"0"))
     if not 1 <= version <= VERSION:
@@ -377,7 +604,12 @@ def _read(path: Path, session_id: str = "") -> Any:
     return found.filter(compute.equal(found.column("session_id"), session_id))
 
 
-def _by_session(path: Path, session_id: str) -> dict[str, list[_Row]]:
+def _ids_in(path: Path) -> list[str]:
+    found = parquet.ParquetFile(path).read(["session_id"])
+    return list(found.column("session_id").to_pylist())
+
+
+def _by_session(path: Path, session_id: str = "") -> dict[str, list[_Row]]:
     """Returns the rows of a file by session, their token columns as arrays. Empty without one."""
     found: dict[str, list[_Row]] = {}
     if path.exists():

@@ -44,6 +44,14 @@ def read(folder: Path, sha256: str, media_type: str) -> bytes:
     return (folder / name_of(sha256, media_type)).read_bytes()
 
 
+def read_if_any(folder: Path, sha256: str, media_type: str) -> bytes:
+    """Returns the bytes of an image, or none if its file is missing."""
+    try:
+        return read(folder, sha256, media_type)
+    except FileNotFoundError:
+        return b""
+
+
 def name_of(sha256: str, media_type: str) -> str:
     """Returns the name of an image's file."""
     return f"{sha256}{_SUFFIXES.get(media_type, '')}"

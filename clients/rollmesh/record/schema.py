@@ -165,6 +165,13 @@ TABLES: dict[str, tuple[Column, ...]] = {
         ),
         Column("turn_rewards", _records(node_id=_WHOLE, reward=_REAL), "of turns that have one"),
     ),
+    "annotations": (
+        Column("session_id", _TEXT, "the session"),
+        Column("recorded_unix_ms", _LONG, "when it was written. The last row of a name counts"),
+        Column("trajectory_id", _TEXT, "the trajectory. Empty for a tree"),
+        Column("name", _TEXT, "name of the numbers"),
+        Column("values", arrow.list_(arrow.float32()), "one for each of its tokens. NaN is none"),
+    ),
 }
 """The columns of each table."""
 

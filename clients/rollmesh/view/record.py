@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
-from rollmesh.record.files import PARTS, read_rewards, read_session, read_tables
+from rollmesh.record.files import PARTS, read_annotations, read_rewards, read_session, read_tables
 from rollmesh.record.tables import record_of
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import RollmeshError, SessionDamagedError, SessionUnknownError
@@ -67,14 +67,18 @@ class Record:
         if name is None:
             raise SessionUnknownError(f"session_id: the record has no {session_id[:100]}")
         try:
-            found = await asyncio.to_thread(read_session, self._folder / name, session_id)
+            path = self._folder / name
+            found = await asyncio.to_thread(read_session, path, session_id)
+            annotations = await asyncio.to_thread(read_annotations, path, [session_id])
         except RollmeshError:
             raise
         except Exception as error:  # readers of Parquet raise whatever a damaged file makes of them
             raise SessionDamagedError(f"record: {name} cannot be read: {error}") from error
         if found is None:
             raise SessionDamagedError(f"record: {name} does not have {session_id[:100]} any more")
-        return collector_pb2.ReadSessionsResponse(session=found)
+        return collector_pb2.ReadSessionsResponse(
+            session=found, annotations=annotations.get(session_id, ())
+        )
 
     def notes(self) -> list[str]:
         """Returns what the pages say: files to read, and what is damaged."""

@@ -173,7 +173,7 @@ function messageView(message, found) {
 
 function imageView(sha256, found) {
   const known = found.images?.find((one) => one.sha256 === sha256);
-  return known && h("img", { src: `/api/session/${encodeURIComponent(found.session_id)}/images/${sha256}`, alt: `Image of ${number(known.bytes)} bytes`, loading: "lazy" });
+  return known && h("img", { src: `/api/session/${encodeURIComponent(found.session_id)}/images/${sha256}`, alt: known.bytes ? `Image of ${number(known.bytes)} bytes` : "The file of this image is missing", loading: "lazy" });
 }
 
 // The tokens are drawn when the node comes near the window and dropped when it is far away, so that

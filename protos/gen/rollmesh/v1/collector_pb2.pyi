@@ -2331,3 +2331,59 @@ class ReadSessionsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadSessionsResponse: _TypeAlias = ReadSessionsResponse  # noqa: Y015
+
+@_typing.final
+class ReadChangesRequest(_message.Message):
+    """Asks for sessions that were changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    resume_token: _builtins.str
+    """Continues after a response: its `resume_token`. Empty begins, and so does a token of another store."""
+    def __init__(
+        self,
+        *,
+        resume_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadChangesRequest: _TypeAlias = ReadChangesRequest  # noqa: Y015
+
+@_typing.final
+class ReadChangesResponse(_message.Message):
+    """One changed session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    ANNOTATIONS_FIELD_NUMBER: _builtins.int
+    resume_token: _builtins.str
+    """The place after this change, for the `resume_token` of a request."""
+    @_builtins.property
+    def session(self) -> _session_pb2.SessionRecord:
+        """The session with its rewards, without arrays, bytes of images, and messages."""
+
+    @_builtins.property
+    def annotations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Annotation]:
+        """The numbers of trainers for its tokens, by trajectory and name."""
+
+    def __init__(
+        self,
+        *,
+        session: _session_pb2.SessionRecord | None = ...,
+        resume_token: _builtins.str = ...,
+        annotations: _abc.Iterable[Global___Annotation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["annotations", b"annotations", "resume_token", b"resume_token", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadChangesResponse: _TypeAlias = ReadChangesResponse  # noqa: Y015

@@ -136,6 +136,11 @@ class CollectorServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_collector__pb2.ReadSessionsRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_collector__pb2.ReadSessionsResponse.FromString,
                 _registered_method=True)
+        self.ReadChanges = channel.unary_stream(
+                '/rollmesh.v1.CollectorService/ReadChanges',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.ReadChangesRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.ReadChangesResponse.FromString,
+                _registered_method=True)
 
 
 class CollectorServiceServicer(object):
@@ -331,6 +336,15 @@ class CollectorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadChanges(self, request, context):
+        """Reads the stored sessions whose rewards or annotations were set after they could be delivered, in the
+        order of their last change. The stream ends with the last one. Consumers are not affected.
+        Errors: INVALID_ARGUMENT names the field.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CollectorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -433,6 +447,11 @@ def add_CollectorServiceServicer_to_server(servicer, server):
                     servicer.ReadSessions,
                     request_deserializer=rollmesh_dot_v1_dot_collector__pb2.ReadSessionsRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_collector__pb2.ReadSessionsResponse.SerializeToString,
+            ),
+            'ReadChanges': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadChanges,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.ReadChangesRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.ReadChangesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -977,6 +996,33 @@ class CollectorService(object):
             '/rollmesh.v1.CollectorService/ReadSessions',
             rollmesh_dot_v1_dot_collector__pb2.ReadSessionsRequest.SerializeToString,
             rollmesh_dot_v1_dot_collector__pb2.ReadSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadChanges(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/ReadChanges',
+            rollmesh_dot_v1_dot_collector__pb2.ReadChangesRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.ReadChangesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -139,6 +139,11 @@ class CollectorServiceStub:
     """Reads stored sessions in order of arrival. Consumers are not affected.
     Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) if one session is asked for.
     """
+    ReadChanges: _grpc.UnaryStreamMultiCallable[_collector_pb2.ReadChangesRequest, _collector_pb2.ReadChangesResponse]
+    """Reads the stored sessions whose rewards or annotations were set after they could be delivered, in the
+    order of their last change. The stream ends with the last one. Consumers are not affected.
+    Errors: INVALID_ARGUMENT names the field.
+    """
 
 @_typing.type_check_only
 class CollectorServiceAsyncStub(CollectorServiceStub):
@@ -250,6 +255,11 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     ReadSessions: _aio.UnaryStreamMultiCallable[_collector_pb2.ReadSessionsRequest, _collector_pb2.ReadSessionsResponse]  # type: ignore[assignment]
     """Reads stored sessions in order of arrival. Consumers are not affected.
     Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) if one session is asked for.
+    """
+    ReadChanges: _aio.UnaryStreamMultiCallable[_collector_pb2.ReadChangesRequest, _collector_pb2.ReadChangesResponse]  # type: ignore[assignment]
+    """Reads the stored sessions whose rewards or annotations were set after they could be delivered, in the
+    order of their last change. The stream ends with the last one. Consumers are not affected.
+    Errors: INVALID_ARGUMENT names the field.
     """
 
 class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -479,6 +489,17 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_collector_pb2.ReadSessionsResponse], _abc.AsyncIterator[_collector_pb2.ReadSessionsResponse]]:
         """Reads stored sessions in order of arrival. Consumers are not affected.
         Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) if one session is asked for.
+        """
+
+    @_abc_1.abstractmethod
+    def ReadChanges(
+        self,
+        request: _collector_pb2.ReadChangesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_collector_pb2.ReadChangesResponse], _abc.AsyncIterator[_collector_pb2.ReadChangesResponse]]:
+        """Reads the stored sessions whose rewards or annotations were set after they could be delivered, in the
+        order of their last change. The stream ends with the last one. Consumers are not affected.
+        Errors: INVALID_ARGUMENT names the field.
         """
 
 def add_CollectorServiceServicer_to_server(servicer: CollectorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -33,9 +33,9 @@ from rollmesh.v1 import collector_pb2 as pb
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-VERSION = 6
+VERSION = 7
 """Version of the tables. Incremented with a change that an older release cannot read."""
-UPGRADES = ("", "", "")
+UPGRADES = ("", "", "", "")
 SCHEMA = (
     TABLES.format(
         key="BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",

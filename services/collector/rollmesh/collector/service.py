@@ -414,6 +414,21 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
                         session=kept, resume_token=token, annotations=annotations
                     )
 
+    async def ReadChanges(
+        self, request: pb.ReadChangesRequest, context: Context
+    ) -> AsyncIterator[pb.ReadChangesResponse]:
+        token = request.resume_token
+        while page := await self.store.changes_after(token, _READ_PAGE):
+            for token, session_id in page:
+                try:
+                    session = await self.store.session(session_id, arrays=False)
+                except (SessionUnknownError, SessionDamagedError):  # as since the page was read
+                    continue
+                annotations = await self.store.annotations(session_id)
+                yield pb.ReadChangesResponse(
+                    session=session, resume_token=token, annotations=annotations
+                )
+
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         stats = await self.store.counts()
         stats.duplicates = self._duplicates

@@ -533,7 +533,40 @@ def set_rewards(
     tx.store.resized(tx, len(data) - len(row[0]))
     if row[1] is not None:
         _make_ready(tx, [(session_id, row[2])], now_ms)
+    else:
+        _list_change(tx, session_id)
     return False
+
+
+# What changes of sessions that may be delivered already.
+
+_CHANGE = "last_change"
+"""Name of the total that is the number of the last change."""
+
+
+def _list_change(tx: Transaction, session_id: str) -> None:
+    tx.db.run(
+        "INSERT INTO changes VALUES (?1, ?2) ON CONFLICT (session_id) DO UPDATE SET n = excluded.n",
+        session_id,
+        tx.add(_CHANGE),
+    )
+
+
+def changes_after(tx: Transaction, token: str, limit: int) -> list[tuple[str, str]]:
+    """Returns the token after each change and its session, in order of the last changes.
+
+    A token of another store, which this one may have replaced, begins.
+
+    Raises:
+        InvalidFieldError: The token is invalid.
+    """
+    store, _, after = token.rpartition("-")
+    own = tx.store.store_id
+    begin = _read_token(after, "resume_token") if store == own or not store else 0
+    rows = tx.db.rows(
+        "SELECT n, session_id FROM changes WHERE n > ?1 ORDER BY n LIMIT ?2", begin, limit
+    )
+    return [(f"{own}-{n}", session_id) for n, session_id in rows]
 
 
 # What consumers do not receive: listed and counted.
@@ -1364,6 +1397,7 @@ def annotate(tx: Transaction, session_id: str, annotations: Sequence[pb.Annotati
             "annotations", f"makes {most} names of a trajectory; give at most {MOST_ANNOTATIONS}"
         )
     tx.store.resized(tx, _annotations_size(tx, [session_id]) - size)
+    _list_change(tx, session_id)
 
 
 def _annotations_size(tx: Transaction, session_ids: Sequence[str]) -> int:
@@ -1441,6 +1475,7 @@ def remove(tx: Transaction, keys: Sequence[str], now_ms: int) -> int:
     tx.store.resized(tx, -size - _annotations_size(tx, session_ids))
     db.run(f"DELETE {of_ids}", listed_ids)
     db.run_many("DELETE FROM annotations WHERE session_id = ?1", ids)
+    db.run_many("DELETE FROM changes WHERE session_id = ?1", ids)
     db.run_many("DELETE FROM filtered WHERE owner = ?1 AND unit_id = ?2", listed)
     db.run_many("DELETE FROM sessions WHERE group_key = ?1", groups)
     db.run_many("DELETE FROM groups WHERE group_key = ?1", groups)
@@ -1713,6 +1748,7 @@ class Store:
     steps = _method(find_steps, reads=True)
     annotate = _method(annotate)
     annotations = _method(find_annotations, reads=True)
+    changes_after = _method(changes_after, reads=True)
     create_consumer = _method(create_consumer)
     update_consumer = _method(update_consumer)
     delete_consumer = _method(delete_consumer)
@@ -1820,6 +1856,9 @@ CREATE TABLE IF NOT EXISTS scores (
 CREATE TABLE IF NOT EXISTS annotations (
   session_id {text} NOT NULL, trajectory_id {text} NOT NULL, name {text} NOT NULL,
   data {blob} NOT NULL, PRIMARY KEY (session_id, trajectory_id, name)){by_key};
+CREATE TABLE IF NOT EXISTS changes (
+  session_id {text} PRIMARY KEY, n BIGINT NOT NULL){by_key};
+CREATE INDEX IF NOT EXISTS changes_in_order ON changes (n);
 CREATE TABLE IF NOT EXISTS removed (
   id {text} PRIMARY KEY, removed_ms BIGINT NOT NULL){by_key};
 CREATE INDEX IF NOT EXISTS removed_by_time ON removed (removed_ms);

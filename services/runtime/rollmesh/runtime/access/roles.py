@@ -119,6 +119,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "ListFiltered": _OPERATES,
         "ListGroups": _OPERATES,
         "ReadSessions": _OPERATES,
+        "ReadChanges": _OPERATES,
     },
     "rollmesh.v1.ScorerService": {"Score": frozenset({_R.COLLECTOR})},
     "rollmesh.v1.ServerService": {"GetServerInfo": _EVERY_ROLE, "GetMetrics": _OPERATES},
