@@ -112,6 +112,16 @@ async def test_a_tool_whose_reader_leaves_ends_without_a_traceback(
     assert (ended.returncode, stdout, stderr) == (1, b"", b"")
 
 
+async def test_inspect_tells_sessions_in_the_words_of_all_windows(
+    collector: ServiceProcess,
+) -> None:
+    listed = tool(collector, "inspect", "--sessions", "--words", "--group-id=g").stdout.splitlines()
+    whole = tool(collector, "inspect", "--session=c", "--words").stdout.splitlines()
+    assert listed == whole[:1]
+    assert "  c  COMPLETED  reward" in listed[0]
+    assert whole[1].startswith("trajectory of node ")
+
+
 async def test_inspect_lists_sessions(collector: ServiceProcess) -> None:
     listed = lines(tool(collector, "inspect", "--sessions"))
     assert [one["session_id"] for one in listed] == ["a", "b", "c", "late"]

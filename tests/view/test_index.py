@@ -2,11 +2,10 @@ import json
 
 import pytest
 
-from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import collector_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from rollmesh.view import Index, Selection
-from rollmesh.view.sessions import REASONS, closed_session
+from rollmesh.view.sessions import closed_session
 
 _RUN = 10**12
 _CUT = trajectory_pb2.FIDELITY_REASON_LENGTH_CUT
@@ -123,11 +122,6 @@ def test_an_unknown_order_is_refused_with_the_known_ones(index: Index) -> None:
         index.sessions(Selection(), "newest", 0, 5_000)
     with pytest.raises(InvalidFieldError, match="by"):
         index.series(Selection(), "step")
-
-
-def test_every_reason_has_a_sentence() -> None:
-    enum = trajectory_pb2.FidelityReason.DESCRIPTOR
-    assert set(REASONS) == {name_of(enum, one.number) for one in enum.values if one.number}
 
 
 def test_a_session_that_is_recorded_as_text_has_its_messages_as_nodes() -> None:

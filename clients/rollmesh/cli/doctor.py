@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 
-from rollmesh.cli.words import plain
 from rollmesh.client import MeshAddresses, Observer
 from rollmesh.runtime import clock
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.alarms import Alarm, Limits
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
+from rollmesh.runtime.words import printable
 
 _LEAST_LOOKS, _MOST_LOOKS = 24, 1000
 
@@ -127,8 +127,8 @@ def _say(alarm: Alarm, options: argparse.Namespace, *, cleared: bool = False) ->
     if options.json:
         line = json.dumps(alarm._asdict() | {"cleared": cleared}, ensure_ascii=False)
     else:
-        line = plain(f"{'cleared  ' * cleared}{alarm.name}  {alarm.where}")
-        line += "" if cleared else f"\n  {plain(alarm.message)}."
+        line = printable(f"{'cleared  ' * cleared}{alarm.name}  {alarm.where}")
+        line += "" if cleared else f"\n  {printable(alarm.message)}."
     print(line, flush=True)
 
 

@@ -20,8 +20,6 @@ from rich.console import ConsoleDimensions
 from rich.live import Live
 from rich.text import Text
 
-from rollmesh.cli.tail import line_of, words_of
-from rollmesh.cli.words import plain
 from rollmesh.client import Client, MeshAddresses, Observer, states_of
 from rollmesh.client.transcripts import message_of
 from rollmesh.runtime.access import identity
@@ -30,6 +28,7 @@ from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.errors import RollmeshError, SessionUnknownError
 from rollmesh.runtime.runs import told
+from rollmesh.runtime.words import line_of, printable, told_reasons, why, words_of
 from rollmesh.v1 import gateway_pb2, router_pb2
 
 _CALL_S, _LEAST_S = 5.0, 0.1
@@ -316,7 +315,7 @@ def _page(seen: Seen, screen: Screen) -> Iterator[Line]:
 def _wrapped(text: str, width: int) -> Iterator[str]:
     """Yields a text in lines of at most `width` cells."""
     for line in text.split("\n"):
-        rest = plain(line)
+        rest = printable(line)
         while cell_len(rest) > width:
             count = len(set_cell_size(rest, width).rstrip()) or 1
             yield rest[:count]
@@ -326,7 +325,7 @@ def _wrapped(text: str, width: int) -> Iterator[str]:
 
 def _fit(text: str, width: int) -> str:
     """Returns a text of exactly `width` cells, without characters that move the cursor."""
-    text = plain(text[: 4 * width])
+    text = printable(text[: 4 * width])
     if cell_len(text) > width:
         text = set_cell_size(text, max(width - 1, 0)) + "~"
     return set_cell_size(text, width)
@@ -340,6 +339,7 @@ def transcript_of(found: gateway_pb2.GetSessionResponse) -> list[str]:
     )
     said = [facts, *(f"{name}: {value}"[:500] for name, value in one.metadata.items())]
     for node in found.nodes:
+        said += [f"node {node.node_id}: {one}" for one in told_reasons(node.reasons)]
         for message in node.messages:
             shown = message_of(message)
             calls = [f"{one.name}({one.arguments_json})" for one in message.tool_calls]
@@ -493,7 +493,11 @@ class _Top:
             return transcript_of(await self._client.open_session_tree(session_id))
         except SessionUnknownError:
             found = await self._client.stored_sessions(session_id=session_id)
-            return [words_of(line_of(one.session)) for one in found]
+            return [
+                text
+                for one in found
+                for text in (words_of(line_of(one.session)), *why(one.session))
+            ]
 
 
 @contextmanager

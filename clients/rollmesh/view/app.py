@@ -23,10 +23,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionUnknownError
+from rollmesh.runtime.words import REASONS
 from rollmesh.v1 import collector_pb2
 from rollmesh.view.index import Index, Selection
 from rollmesh.view.mesh import Mesh
-from rollmesh.view.sessions import REASONS, Decode, closed_session, running_session
+from rollmesh.view.sessions import Decode, closed_session, running_session
 
 _CHOICES_MS = 2_000
 _OF_MESH = ("mesh", "alarms", "history", "open")

@@ -11,6 +11,7 @@ from rollmesh.client.transcripts import message_of
 from rollmesh.runtime.codec.arrays import unpack_logprobs, unpack_tokens
 from rollmesh.runtime.codec.enums import name_of, plain
 from rollmesh.runtime.runs import run_of, version_of
+from rollmesh.runtime.words import label_words, mask_words
 from rollmesh.v1 import (
     chat_pb2,
     collector_pb2,
@@ -22,39 +23,6 @@ from rollmesh.v1 import (
 
 Decode: TypeAlias = Callable[[list[int]], str]
 """Returns the text of token ids, special tokens included."""
-REASONS = {
-    "EXACT": "The engine received and sampled these ids, and nothing was excluded.",
-    "LENIENT_ECHO": "The agent repeated a sampled message with small differences, such as other "
-    "whitespace. The sampled tokens were kept.",
-    "TEMPLATE_REWRITE": "The chat template prints the conversation differently now, so the turn's "
-    "prompt differs from its render.",
-    "TOOLS_CHANGED": "The agent changed its tools or template options, which began a new root.",
-    "LENGTH_CUT": "A length limit ended the turn. The tokens that close it are not trained.",
-    "MIGRATED": "The engine was lost or interrupted, and the answer was continued from its tokens.",
-    "MIXED_VERSIONS": "More than one policy version sampled the tokens.",
-    "RETRY_REPLAY": "The agent asked again and got the same answer. It was sampled once.",
-    "MALFORMED_TOOL_CALL": "A tool call could not be parsed. The agent got it as text.",
-    "AUXILIARY": "A call beside the agent's work, such as a title or a summary. It is not trained.",
-    "ORPHANED": "The answer never reached the agent, and the agent continued without it.",
-    "SHARED_PREFIX": "The tokens are trained in another trajectory of the session.",
-    "STOP_STRING": "A stop string cut the text. The tokens from there on were dropped.",
-    "CONSTRAINED": "The turn was sampled under a constraint, so from another distribution than the "
-    "model's own.",
-    "IMPORTED": "Another session sampled the tokens, and this one started from them. They are "
-    "context, which is not trained.",
-    "SPECIAL_TEXT": "Text from outside spells a special token, and became that token.",
-    "SAMPLING_CHANGED": "The request's sampling parameters differ from those of the session.",
-    "RESTARTED": "Tokens of the turn were discarded, and it was sampled anew.",
-    "TRUNCATED_SUPPORT": "top_p, top_k or min_p left tokens out that could not be sampled.",
-    "LOGPROB_NOT_FINITE": "The engine returned a log-probability that is not finite. Such a token "
-    "is not trained.",
-    "MIXED_POLICIES": "Several policies sampled the tokens: the base model and adapters.",
-    "COLUMNS_INCOMPLETE": "Rows of a column that the session asked for are missing.",
-    "COMPACTION_REJECTED": "The agent declared a compaction that it did not take. It is not "
-    "trained.",
-    "BUDGET": "A budget of the session ended the turn.",
-}
-"""Each reason in a sentence."""
 
 
 def closed_session(
@@ -75,7 +43,7 @@ def closed_session(
         paths = _paths_of_tree(nodes)
     messages = {one.node_id: one for one in record.messages}
     for node in nodes:
-        _add_texts(node, decode)
+        _complete(node, decode)
         if said := messages.get(node["node_id"]):
             node["messages"] = json.loads(said.data)
             node["context"] = said.context_index if said.HasField("context_index") else None
@@ -131,7 +99,9 @@ def running_session(found: gateway_pb2.GetSessionResponse, decode: Decode | None
             "trained": None,
             "reasons": _names(node.reasons),
             "lineage": name_of(trajectory_pb2.Lineage.DESCRIPTOR, node.lineage),
+            "lineage_source": name_of(trajectory_pb2.LineageSource.DESCRIPTOR, node.lineage_source),
             "finish_reason": _finish(node),
+            "sampling": plain(node.sampling) if node.HasField("sampling") else None,
             "scaffold": node.scaffold_tokens,
             "messages": [message_of(message) for message in node.messages],
             "ids": ids,
@@ -142,7 +112,7 @@ def running_session(found: gateway_pb2.GetSessionResponse, decode: Decode | None
             ),
             "images": [],
         }
-        _add_texts(shown, decode)
+        _complete(shown, decode)
         nodes.append(shown)
     nodes += [_sampling(turn, decode) for turn in found.running]
     return {
@@ -188,7 +158,7 @@ def _sampling(turn: gateway_pb2.RunningTurn, decode: Decode | None) -> dict[str,
         ),
         "images": [],
     }
-    _add_texts(node, decode)
+    _complete(node, decode)
     return node
 
 
@@ -236,6 +206,7 @@ def _of_trajectories(
                     "node_id": node_id,
                     "parent": path[-1] if path else None,
                     "lineage": lineage,
+                    "lineage_source": source,
                     "scaffold": node.start - start if node.sampled else node.end - start,
                     "ids": ids[at],
                     "logprobs": logprobs[at],
@@ -250,7 +221,7 @@ def _of_trajectories(
             {
                 "trajectory_id": one.trajectory_id,
                 "lineage": lineage,
-                "lineage_source": source,
+                "label": label_words(lineage, source),
                 "reasons": _names(one.reasons),
                 "reward": one.reward if one.HasField("reward") else None,
                 "nodes": path,
@@ -359,7 +330,7 @@ def _paths_of_tree(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "trajectory_id": "",
                 "lineage": leaf["lineage"],
-                "lineage_source": leaf.get("lineage_source", ""),
+                "label": label_words(leaf["lineage"], leaf.get("lineage_source", "")),
                 "reasons": leaf["reasons"],
                 "reward": None,
                 "nodes": path[::-1],
@@ -368,7 +339,10 @@ def _paths_of_tree(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return paths
 
 
-def _add_texts(node: dict[str, Any], decode: Decode | None) -> None:
+def _complete(node: dict[str, Any], decode: Decode | None) -> None:
+    """Adds the texts of a node's tokens, and why it has its label and tokens are not trained."""
+    node["label"] = label_words(node["lineage"], node.get("lineage_source", ""))
+    node["why"] = mask_words(node["reasons"], node["trained"])
     if decode is not None:
         node["text"] = decode(node["ids"])
         node["texts"] = [decode([one]) for one in node["ids"]]

@@ -6,7 +6,7 @@ import { focus, graph } from "./tree.js";
 const COLOURS = [["mask", "trained"], ["logprob", "log-probability"], ["version", "version"], ["none", "none"]];
 const GROUP = "group advantage", SIBLINGS = 500;
 const DIFFERENCE = "logprobs";  // a trainer's own ones are shown less those that were sampled
-const kept = { path: {}, opened: {}, tokens: false, colour: "mask" };  // while the reader goes from page to page
+const kept = { path: {}, opened: {}, tokens: false, token: {}, colour: "mask" };  // while the reader goes from page to page
 
 export async function sessionPage(id, choices) {
   const found = await ask(`session/${encodeURIComponent(id)}`);
@@ -131,12 +131,11 @@ function legend() {
     version: ["a line under the token, a colour for each version"],
     none: [],
   }[kept.colour] || [key("above", "above 0"), key("below", "below 0"), "stronger: larger in this session"];
-  return h("span", { class: "key" }, text, " A box is a special token.");
+  return h("span", { class: "key" }, text, " A box is a special token. Arrow keys in the tokens tell of each one, and Enter tells why.");
 }
 
 function pathHead(path, choices) {
-  const source = { DECLARED: "the agent declared it", HEADER: "a request said so", RULE: "a rule of the gateway, by the shape of the tree" }[path.lineage_source];
-  return h("p", {}, badge(path.lineage, source), source && h("span", { class: "quiet" }, `labelled: ${source}. `),
+  return h("p", {}, path.lineage && badge(path.lineage, path.label), path.label && h("span", { class: "quiet" }, `${path.label} `),
     path.reward !== null && `Its own reward: ${number(path.reward)}. `,
     path.reasons.map((one) => badge(one, choices.sentences[one], one !== "EXACT")));
 }
@@ -152,14 +151,24 @@ function nodeView(node, found, choices) {
       node.sampled && node.trained === false && badge("not trained", "", true),
       why.map((one) => badge(one, choices.sentences[one], true)),
       kept.tokens && h("button", { type: "button", onclick: () => navigator.clipboard.writeText(node.ids.join(" ")) }, "Copy ids")),
-    why.length > 0 && h("details", {}, h("summary", {}, "Why"), why.map((one) => h("p", {}, h("strong", {}, `${one}. `), choices.sentences[one])),
-      node.request_ids?.length > 0 && h("p", {}, `Requests: ${node.request_ids.join(", ")}`),
-      node.sampling && h("pre", {}, JSON.stringify(node.sampling, null, 1))),
+    (node.sampled || why.length > 0) && h("details", { class: "why" }, h("summary", { "data-key": `why ${node.node_id}` }, "Why"), whyView(node, choices)),
     !node.messages?.length && node.images.map((one) => imageView(one.sha256, found)));
-  if (kept.tokens || (!node.text && !node.messages?.length)) box.append(tokensView(node, found));
+  if (kept.tokens || (!node.text && !node.messages?.length)) box.append(...tokensView(node, found));
   else if (node.messages?.length) box.append(...node.messages.map((one) => messageView(one, found)));
   else box.append(h("pre", {}, node.text));
   return box;
+}
+
+// What the tree made of a turn, why its tokens are not trained, and its request.
+function whyView(node, choices) {
+  const sampled = node.versions.reduce((sum, one) => sum + one.end - one.start, 0), trained = (node.mask || []).filter(Boolean).length;
+  return [
+    h("p", {}, node.parent ? `It follows node ${node.parent}. ` : "It begins a conversation. ", node.lineage && h("strong", {}, `${node.lineage}. `), node.label),
+    node.reasons.map((one) => h("p", {}, h("strong", {}, `${one}. `), choices.sentences[one] || "")),
+    sampled > trained && h("p", {}, `${number(sampled - trained)} of ${number(sampled)} sampled tokens are not trained. `, node.why.untrained),
+    node.request_ids?.length > 0 && h("p", {}, `Requests: ${node.request_ids.join(", ")}`),
+    node.sampling && h("pre", {}, JSON.stringify(node.sampling, null, 1)),
+  ];
 }
 
 function messageView(message, found) {
@@ -184,19 +193,54 @@ const watcher = new IntersectionObserver((entries) => {
 }, { rootMargin: "1500px" });
 
 function tokensView(node, found) {
-  const box = h("div", { class: `tokens ${kept.colour.split(" ")[0]}${node.texts ? "" : " plain"}`, tabindex: "0", role: "group", "aria-label": `Tokens of node ${node.node_id}` });
+  const name = `${found.session_id} ${node.node_id}`, told = h("output", { class: "quiet" });
+  const box = h("div", {
+    class: `tokens ${kept.colour.split(" ")[0]}${node.texts ? "" : " plain"}`, "data-key": `tokens ${node.node_id}`,
+    tabindex: "0", role: "group", "aria-label": `Tokens of node ${node.node_id}`,
+    onclick: (event) => tell([...box.children].indexOf(event.target)),
+    onkeydown: (event) => {
+      const at = kept.token.name === name ? kept.token.at : -1;
+      const to = { ArrowRight: at + 1, ArrowLeft: Math.max(at - 1, 0), Home: 0, End: node.ids.length - 1 }[event.key];
+      const why = event.key === "Enter" && box.parentElement.querySelector(".why");
+      if (why) why.open = true;
+      if (why) why.firstChild.focus();
+      else if (to === undefined) return;
+      else tell(to);
+      event.preventDefault();
+    },
+  });
+  const tell = (at) => {
+    if (!box.children[at]) return;
+    box.querySelector(".here")?.classList.remove("here");
+    box.children[at].classList.add("here");
+    kept.token = { name, at };
+    const part = partOf(node, at);
+    told.value = `${tokenWords(node, at, found)}.${part === "trained" ? "" : ` ${node.why[part]}`}`;
+  };
   drawers.set(box, (near) => {
     if (!near) {
       if (box.childElementCount) box.style.setProperty("min-height", `${box.offsetHeight}px`);
       box.replaceChildren();
     } else if (!box.childElementCount) {
       box.replaceChildren(...tokens(node, found));
+      if (kept.token.name === name) tell(kept.token.at);
       box.style.removeProperty("min-height");
     }
   });
   if (!node.texts) box.style.setProperty("min-height", `${Math.min(node.ids.length / 2, 2000)}px`);
   watcher.observe(box);
-  return box;
+  return [box, told];
+}
+
+const spanOf = (node, at) => node.versions.find((one) => one.start <= at && at < one.end);
+const partOf = (node, at) => (node.mask?.[at] ? "trained" : spanOf(node, at) ? "untrained" : "context");
+
+function tokenWords(node, at, found) {
+  const span = spanOf(node, at), logprob = node.logprobs?.[at], numbers = Object.entries(node.annotations || {});
+  return [`id ${node.ids[at]}`, found.special?.has(node.ids[at]) && "special token", span && logprob !== undefined && `log-prob ${logprob.toFixed(4)}`,
+    node.mask?.[at] ? "trained" : "not trained", node.mask?.[at] && typeof found.advantage === "number" && `${GROUP} ${found.advantage.toFixed(3)}`,
+    ...numbers.map(([name, values]) => typeof values[at] === "number" && `${name} ${values[at].toFixed(4)}`),
+    span && `${span.run ? `run ${span.run} ` : ""}version ${span.version}`].filter(Boolean).join(", ");
 }
 
 function tokens(node, found) {
@@ -214,12 +258,7 @@ function tokens(node, found) {
     if (sampled && logprob !== undefined) classes.push(logprob < -4 ? "l4" : logprob < -2 ? "l3" : logprob < -0.7 ? "l2" : logprob < -0.1 ? "l1" : "");
     const value = by && valueOf(node, at, by, found);
     if (value) classes.push(`${value > 0 ? "above" : "below"}${Math.ceil(4 * Math.abs(value) / most)}`);
-    const span = node.versions.find((one) => one.start <= at && at < one.end);
-    const title = [`id ${id}`, special && "special token", sampled && logprob !== undefined && `log-prob ${logprob.toFixed(4)}`, trained ? "trained" : "not trained",
-      by === GROUP && typeof value === "number" && `${GROUP} ${value.toFixed(3)}`,
-      ...Object.keys(node.annotations || {}).map((name) => typeof node.annotations[name][at] === "number" && `${name} ${node.annotations[name][at].toFixed(4)}`),
-      span && `${span.run ? `run ${span.run} ` : ""}version ${span.version}`].filter(Boolean).join(", ");
-    return h("b", { class: classes.filter(Boolean).join(" "), title }, node.texts ? node.texts[at] : String(id));
+    return h("b", { class: classes.filter(Boolean).join(" "), title: tokenWords(node, at, found) }, node.texts ? node.texts[at] : String(id));
   });
 }
 

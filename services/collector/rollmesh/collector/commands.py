@@ -16,6 +16,7 @@ from rollmesh.runtime.access import identity
 from rollmesh.runtime.codec.enums import plain, summary_of
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.words import line_of, why, words_of
 from rollmesh.v1 import (
     collector_pb2 as pb,
     collector_pb2_grpc,
@@ -70,17 +71,21 @@ async def _inspect(collectors: CollectorDirectory, options: argparse.Namespace) 
     if options.session:
         request = pb.ReadSessionsRequest(session_id=options.session, without_arrays=True)
         found = [session async for session in _sessions(collectors, request)]
-        if any(session.messages for session in found):  # their text is with the arrays
+        if (
+            any(session.messages for session in found) and not options.words
+        ):  # their text is with the arrays
             request.without_arrays = False
             found = [session async for session in _sessions(collectors, request)]
         for session in found:
-            _say(json.dumps(_shown(session), ensure_ascii=False))
+            told = [words_of(line_of(session)), *why(session)] if options.words else []
+            _say("\n".join(told) or json.dumps(_shown(session), ensure_ascii=False))
         return
     if options.sessions:
         request = pb.ReadSessionsRequest(without_arrays=True)
         async with aclosing(_chosen(_sessions(collectors, request), options)) as chosen:
             async for session in chosen:
-                _say(json.dumps(summary_of(session), ensure_ascii=False))
+                told = words_of(line_of(session)) if options.words else ""
+                _say(told or json.dumps(summary_of(session), ensure_ascii=False))
         return
     _show(await _ask(collectors, "GetStats", pb.GetStatsRequest()))
     if options.consumers:
@@ -192,6 +197,9 @@ def _inspect_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = "Prints what is stored, and the units of each consumer, as lines of JSON."
     parser.add_argument("--session", default="", help="this session instead, without its arrays")
     parser.add_argument("--sessions", action="store_true", help="a line for each session instead")
+    parser.add_argument(
+        "--words", action="store_true", help="sessions as `rollmesh tail` tells them; one with why"
+    )
     _selection_flags(parser)
     parser.add_argument("--consumers", action="store_true", help="also the settings of consumers")
     parser.add_argument("--groups", action="store_true", help="also groups that wait for sessions")

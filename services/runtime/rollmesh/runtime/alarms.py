@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
+from rollmesh.runtime.words import REASONS
 from rollmesh.v1 import collector_pb2 as pb, gateway_pb2, router_pb2
 
 # Observations.
@@ -357,21 +358,17 @@ def _always_by_length(history: History, limits: Limits) -> Iterator[tuple[str, s
 def _history_rewritten(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
     for name, rewritten, turns in _recent(history, _REWRITTEN):
         if rewritten >= 0.2 * turns:
-            yield (
-                name,
-                f"{rewritten:.0f} of {turns:.0f} turns have a prompt other than the chat "
-                "template's (TEMPLATE_REWRITE)",
-            )
+            yield name, f"{rewritten:.0f} of {turns:.0f} turns have {_told('TEMPLATE_REWRITE')}"
 
 
 def _echo_drifts(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
     for name, lenient, turns in _recent(history, _LENIENT):
         if lenient >= 0.2 * turns:
-            yield (
-                name,
-                f"in {lenient:.0f} of {turns:.0f} turns the agent repeated an answer with "
-                "differences (LENIENT_ECHO)",
-            )
+            yield name, f"{lenient:.0f} of {turns:.0f} turns have {_told('LENIENT_ECHO')}"
+
+
+def _told(reason: str) -> str:
+    return f"{reason}: {REASONS[reason].removesuffix('.')}"
 
 
 def _logprobs_not_finite(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
