@@ -5,13 +5,13 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_708, 56),
+    "services/runtime/rollmesh/runtime": (9_902, 57),
     "services/runtime/rollmesh/mesh": (4_688, 11),
     "services/gateway/rollmesh/chat": (8_236, 40),
     "services/gateway/rollmesh/gateway": (10_923, 28),
     "services/engine/rollmesh/engine": (7_942, 32),
     "services/router/rollmesh/router": (4_762, 17),
-    "services/collector/rollmesh/collector": (5_434, 14),
+    "services/collector/rollmesh/collector": (5_442, 14),
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_865, 17),
     "clients/rollmesh/client": (7_383, 24),
@@ -19,8 +19,8 @@ CEILINGS = {
     "clients/rollmesh/batches": (1_092, 6),
     "clients/rollmesh/integrations": (4_561, 23),
     "clients/rollmesh/launch": (603, 4),
-    "clients/rollmesh/cli": (2_501, 14),
-    "clients/rollmesh/view": (1_826, 8),
+    "clients/rollmesh/cli": (2_457, 13),
+    "clients/rollmesh/view": (1_797, 8),
     "clients/rollmesh/conformance": (4_138, 39),
 }
 """Folder: the most lines and the most files that it may have. Lower them when a room shrinks."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.runtime.alarms import RULES, Observation, Server, raised
+from rollmesh.runtime.alarms import RULES, Labels, Observation, Server, raised
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.words import (
     EXCLUDING,
@@ -58,7 +58,9 @@ def told(**given: object) -> list[str]:
 
 
 @pytest.mark.parametrize("reason", [one for one in pb.FidelityReason.values() if one])
-def test_a_stored_turn_tells_each_reason_in_both_layouts(reason: pb.FidelityReason) -> None:
+def test_a_stored_turn_tells_each_reason_in_both_layouts(
+    reason: pb.FidelityReason.ValueType,
+) -> None:
     name = name_of(pb.FidelityReason.DESCRIPTOR, reason)
     turn = {"node_id": 2, "sampled": True, "reasons": [reason], "model_request_ids": ["ask"]}
     segment = pb.TrajectorySegment(**turn)  # type: ignore[arg-type]
@@ -96,7 +98,7 @@ def test_a_turn_is_told_once_and_as_it_is_trained() -> None:
 
 def test_alarms_about_reasons_have_their_sentences() -> None:
     def counted(reason: str) -> list[Observation]:
-        samples = {
+        samples: dict[str, dict[Labels, float]] = {
             "rollmesh_gateway_turns_total": {(("end", "stop"),): 40.0},
             "rollmesh_gateway_fidelity_reasons_total": {(("reason", reason.lower()),): 20.0},
         }

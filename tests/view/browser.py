@@ -15,6 +15,9 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from tests.waiting import until
 
+_CODES = {"Tab": (9, ""), "Enter": (13, "\r")}
+_FOCUSED = """(one => one === document.body ? "" : one.getAttribute("aria-label")
+  || one.labels?.[0]?.firstChild.textContent || one.innerText)(document.activeElement)"""
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 
 
@@ -83,9 +86,21 @@ class Page:
         await self.run(f"{found}.click()")
 
     async def press(self, key: str) -> None:
-        """Presses a key."""
+        """Presses a key, which does what the browser does for it."""
+        code, text = _CODES.get(key, (0, ""))
         for kind in ("keyDown", "keyUp"):
-            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+            given = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code}
+            await self.call("Input.dispatchKeyEvent", **given, text=text * (kind == "keyDown"))
+
+    async def tab_to(self, name: str) -> None:
+        """Presses Tab until the focus is at the control or the part with a name."""
+        seen = []
+        for _ in range(200):
+            await self.press("Tab")
+            seen.append(await self.run(_FOCUSED))
+            if seen[-1] == name:
+                return
+        raise AssertionError(f"{name} is not reached by Tab, only {sorted(set(seen))}")
 
     async def picture(self, path: Path) -> None:
         found = await self.call("Page.captureScreenshot", format="png")

@@ -34,6 +34,7 @@ async def page(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
         running("view", folder, record=folder / "record") as process,
         browser(f"http://127.0.0.1:{process.port}") as found,
     ):
+        await found.open("#/sessions", "1 found")  # a page that stays as it is
         yield found
 
 

@@ -81,6 +81,7 @@ async def _serve(options: argparse.Namespace) -> list[str]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((options.host, options.port))
+            listener.listen()  # before READY is said
         except OSError as error:
             return [f"{options.host}:{options.port}: {error.strerror}; give another --port"]
         async with _mesh(options, index) as mesh:

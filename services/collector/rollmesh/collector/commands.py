@@ -77,8 +77,8 @@ async def _inspect(collectors: CollectorDirectory, options: argparse.Namespace) 
             request.without_arrays = False
             found = [session async for session in _sessions(collectors, request)]
         for session in found:
-            told = [words_of(line_of(session)), *why(session)] if options.words else []
-            _say("\n".join(told) or json.dumps(_shown(session), ensure_ascii=False))
+            lines = [words_of(line_of(session)), *why(session)] if options.words else []
+            _say("\n".join(lines) or json.dumps(_shown(session), ensure_ascii=False))
         return
     if options.sessions:
         request = pb.ReadSessionsRequest(without_arrays=True)
