@@ -119,7 +119,7 @@ class Mesh:
 async def scripted_mesh(
     folder: Path,
     model: Path,
-    rules: Sequence[tuple[str, str]] = (),
+    rules: Sequence[tuple[str, str | list[str]]] = (),
     *,
     first: Mapping[str, Mapping[str, object]] | None = None,
     locks: Locks | None = None,
@@ -181,10 +181,10 @@ CHATML = "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"
 def write_script(
     path: Path,
     tokenizer: Tokenizer,
-    rules: Sequence[tuple[str, str]],
+    rules: Sequence[tuple[str, str | list[str]]],
     turn: tuple[str, str] = CHATML,
 ) -> None:
-    """Writes a script: what the user (or tool) said last, and the reply to it.
+    """Writes a script: what the user (or tool) said last, and the reply to it, or its tokens.
 
     `turn` is what the template prints between the two, and what ends the reply. Both are added.
     """
@@ -195,9 +195,10 @@ def write_script(
                 {
                     # The last turn as the template ends it. Ids, because scripts know no text.
                     "after": tokenizer.encode(f"{said}{ending}").tolist(),
-                    "reply": tokenizer.encode(f"{reply}{end}").tolist(),
+                    "reply": [id_ for one in reply for id_ in tokenizer.encode(one).tolist()],
                 }
-                for said, reply in rules
+                for said, text in rules
+                for reply in [[f"{text}{end}"] if isinstance(text, str) else [*text, end]]
             ]
         )
     )

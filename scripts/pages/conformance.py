@@ -60,8 +60,8 @@ the prompts and samples of the engine. The degradations that they find raise no 
 small adapter at the capture URL translates a server's record: the docstring of
 `rollmesh.conformance.training.capture` describes it, and `benchmarks/peers/ours.py` is the one of
 rollmesh. A server that records each request by itself needs no other form: rows that continue each
-other count as one sequence. Two checks need an engine that follows a script, and are not seen
-at another one. [Other servers](peers.md) were checked in the same way.
+other count as one sequence. Three checks need an engine that follows a script, and are not
+seen at another one. [Other servers](peers.md) were checked in the same way.
 """
 _VLLM = """
 ## vLLM's own server

@@ -22,11 +22,13 @@ the servers from locks, runs the checks at each of them, and writes the raw resu
 `docs/conformance`. This page is made from them.
 
 A proxy runs in front of an engine that follows a script and answers as vLLM does with token ids.
-Encoding the text of its answers gives the sampled tokens again, so no split comes from the
-tokenizer. The engine of rollmesh follows the same script. `vllm serve` is an engine itself. It runs
-a small random model on the CPU, whose text is rarely encoded as it was sampled, unlike a trained
-model's. Most of its answers end at `max_tokens`, which counts as a label, so a check that it passes
-says less than the same at the others.
+Encoding the text of its answers gives the sampled tokens again, except where `other-ids` asks for
+others. So no other split comes from the tokenizer. The engine of rollmesh follows the same script.
+`vllm serve` is an engine itself, and runs a small random model on the CPU. Free samples of such a
+model are rarely encoded as they were sampled, and then `one-sequence` fails. It is a fault of the
+model that `other-ids` already shows. So each request has `structured_outputs` and
+`allowed_token_ids`: the model samples numbers of three digits, which are one token each, and ends
+its turn.
 
 Any form of record can pass. Rows of one request that continue each other count as one sequence, and
 every finish reason, stop reason, finding, role or later branch in the record counts as a label.

@@ -14,14 +14,15 @@ import pytest_asyncio
 from benchmarks.peers.door import door
 from benchmarks.peers.ours import Ours
 from rollmesh.conformance.asked import CALCULATE
-from rollmesh.conformance.training.records import NO_TEXT
+from rollmesh.conformance.training.records import NO_TEXT, OTHER_IDS
 from tests.meshes import Mesh, scripted_mesh
 
 CALL = '{"name": "calculator", "arguments": {"a": 6,  "b":7, "note": "caf\\u00e9 "}}'
-RULES = [
+RULES: list[tuple[str, str | list[str]]] = [
     ("calculator: what is 6 times 7?", f"<tool_call>\n{CALL}\n</tool_call>"),
     ("What is 6 times 7?", "The answer is 42. I am not sure. The answer is 42. I am not sure."),
     (NO_TEXT, ""),
+    (OTHER_IDS, list("It is 42.")),
 ]
 CONTEXT = 2048
 NO_OCCASION = {"retry-after", "thinking", "served", "missing-ids"}

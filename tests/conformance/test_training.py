@@ -11,7 +11,7 @@ from rollmesh.conformance.catalog import CHECKS
 from rollmesh.conformance.checks import Result, Verdict
 from rollmesh.conformance.runner import run_checks
 from rollmesh.conformance.server import Server
-from rollmesh.conformance.training.records import NO_IDS, NO_TEXT
+from rollmesh.conformance.training.records import NO_IDS, NO_TEXT, OTHER_IDS
 
 RECORDS = [one for one in CHECKS if one.protocol == "training"]
 NAMES = [one.name.rpartition(".")[2] for one in RECORDS]
@@ -97,7 +97,12 @@ class Recorder:
         if (stop := body.get("stop")) and stop[0] in text:
             return self.ids(text), text.partition(stop[0])[0], "stop-string"
         finish = "stop" if words[-1] == "<end>" else "length"
-        return self.ids(" ".join(words)), " ".join(w for w in words if w != "<end>"), finish
+        other = asked.endswith(OTHER_IDS) and "same-ids" not in self.faults
+        return (
+            self.ids(" ".join(f"{w}+" if other else w for w in words)),
+            " ".join(w for w in words if w != "<end>"),
+            finish,
+        )
 
     def ids(self, text: str) -> list[int]:
         return [self.words.setdefault(word, len(self.words)) for word in text.split()]
@@ -157,6 +162,7 @@ FAULTS = [
     ("retry", "resamples first-turn", "answer 2 is not in the record"),
     ("edited-history", "unlabelled", f"answer 3 {OWN}, and no label"),
     ("template-glue", "unlabelled", f"answer 2 {OWN}, and no label"),
+    ("other-ids", "unlabelled", f"answer 2 {OWN}, and no label"),
     ("stop-string", "unlabelled", f"answer 2 {OWN}, and no label"),
     ("stop-string", "shifts", "answer 1 is not in the record"),
     ("empty-answer", "loses-empty", "answer 2 is not in the record"),
@@ -188,6 +194,7 @@ def test_every_check_of_records_has_a_fault() -> None:
         ("retry", "resamples", Verdict.FAILED),
         ("cut-answers", "never-cuts", Verdict.NOT_SEEN),
         ("dropped-cut-answer", "never-cuts", Verdict.NOT_SEEN),
+        ("other-ids", "same-ids", Verdict.NOT_SEEN),
     ],
 )
 async def test_a_refusal_passes_and_no_occasion_is_no_fault(

@@ -21,7 +21,7 @@ CEILINGS = {
     "clients/rollmesh/launch": (603, 4),
     "clients/rollmesh/cli": (2_457, 13),
     "clients/rollmesh/view": (1_797, 8),
-    "clients/rollmesh/conformance": (4_138, 39),
+    "clients/rollmesh/conformance": (4_161, 39),
 }
 """Folder: the most lines and the most files that it may have. Lower them when a room shrinks."""
 

@@ -1,7 +1,8 @@
 """What becomes of an episode in training: nothing is lost, added or joined without a label.
 
 Each check drives one session and compares its record with the engine's own samples. The requests
-are plain chat completions. Two ask an engine that follows a script to misbehave, by their text.
+are plain chat completions. Three ask an engine that follows a script for a special answer, by their
+text.
 """
 
 import uuid
@@ -20,6 +21,8 @@ NO_TEXT = "conformance: answer nothing"
 """Ends the message to which a scripted engine samples the end of the turn and nothing else."""
 NO_IDS = "conformance: leave the ids out"
 """Ends the message to which a scripted engine answers without token ids."""
+OTHER_IDS = "conformance: sample other ids"
+"""Ends the message to which a scripted engine samples ids that are not those of its text."""
 _CUT_TOKENS = 3
 _LOST = "Trainers: a turn that the agent made is not trained, and no figure shows it."
 _FOREIGN = "Trainers: tokens are trained after a context in which they were not sampled."
@@ -117,6 +120,26 @@ async def _template_glue(server: Server) -> None:
         await _three_turns(found, "Glued. What is 6 times 7?")
     if not plain.calls or plain.calls[0].prompt == found.calls[0].prompt:
         raise NotSeenError("the template prints the same prompt with enable_thinking false")
+    _complete(found, found.calls)
+    _joined_or_labelled(found, found.calls)
+
+
+@RECORDS.add(
+    "other-ids",
+    "An episode is one sequence, or labelled, where the text of an answer encodes to other ids than"
+    " were sampled.",
+    "Trainers: an episode splits where a history is encoded again, or trains ids nobody sampled.",
+)
+async def _other_ids(server: Server) -> None:
+    async with episode(server) as found:
+        opening = user(OTHER_IDS)
+        history = [opening, await found.ask(opening), user(DOUBT)]
+        await found.ask(*history)
+    async with episode(server) as fresh:
+        await fresh.ask(*history)
+    shown = found.calls[0].prompt + found.calls[0].sampled
+    if fresh.calls[0].prompt[: len(shown)] == shown:
+        raise NotSeenError("the text of the answer encodes to the ids that were sampled")
     _complete(found, found.calls)
     _joined_or_labelled(found, found.calls)
 
