@@ -123,6 +123,8 @@ async def test_parallel_calls_have_their_results_in_the_step_that_called(
     assert main["extra"]["rollmesh"]["reward"] == 0.5
     ours = called["extra"]["rollmesh"]
     assert (ours["trained"], set(ours["policy_versions"])) == (True, {0})
+    times = [called["timestamp"], answer["timestamp"]]
+    assert times == sorted(times)
     metrics = called["metrics"]
     assert len(metrics["logprobs"]) == len(metrics["completion_token_ids"])
     first = leaves_as_result(one).trajectories[0].token_ids.tolist()

@@ -43,6 +43,16 @@ def test_each_turn_of_a_session_is_one_span_of_its_trace() -> None:
             assert not {genai.INPUT_MESSAGES, genai.OUTPUT_MESSAGES} & said.keys()
 
 
+def test_spans_of_turns_have_the_times_of_the_record() -> None:
+    one = record("a")
+    one.opened_unix_ms, one.closed_unix_ms = 1_000, 5_000
+    turn = one.trajectories[0].segments[1]
+    turn.begun_unix_ms, turn.ended_unix_ms = 2_000, 2_500
+    _, span = spans_of(one)
+    assert (span.start_ns, span.end_ns) == (2 * 10**9, 25 * 10**8)
+    assert span.attributes["rollmesh.time.estimated"] is None
+
+
 async def test_lines_are_the_spans_that_a_receiver_gets(tmp_path: Path) -> None:
     records = with_messages(record("a")), tree_record("b")
     path = tmp_path / "spans.jsonl"

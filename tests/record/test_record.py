@@ -65,6 +65,7 @@ def every_kind() -> list[session_pb2.SessionRecord]:
     turn.sampling.logit_bias[3] = 0.1
     turn.finish_reason = sampling_pb2.FINISH_REASON_STOP
     turn.prompt_crc32, turn.reward = 2**32 - 1, 0.25
+    turn.begun_unix_ms, turn.ended_unix_ms = 2**41, 2**41 + 9
     turn.engine_id = sampled.trajectories[0].version_spans[0].engine_id = "engine-0"
     turn.model_request_ids.append("request-7")
     sampled.trajectories[0].version_spans[0].policy_version = 3 * 10**12 + 17
@@ -265,6 +266,23 @@ def test_every_field_of_the_protocol_has_a_column() -> None:
         assert set(message.DESCRIPTOR.fields_by_name) <= known, message.DESCRIPTOR.name
 
 
+def test_files_of_an_earlier_release_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have fewer columns and tables."""
+    new = {"begun_unix_ms", "ended_unix_ms"}
+    nodes = tuple(one for one in TABLES["nodes"] if one.name not in new)
+    session = every_kind()[0]
+    with monkeypatch.context() as patch:
+        patch.setitem(TABLES, "nodes", nodes)
+        write(tmp_path, session)
+    turn = session.trajectories[0].segments[1]
+    turn.begun_unix_ms = turn.ended_unix_ms = 0
+    assert list(read_records(tmp_path)) == [session]
+    write(tmp_path, whole(record("other")))
+    assert len(list(read_sessions(tmp_path))) == 2
+
+
 def test_a_shared_node_is_stored_once_and_trained_once() -> None:
     _, trajectories, nodes = tables_of(shared_prefix())
     assert [node["node_id"] for node in nodes] == [1, 2]
@@ -377,6 +395,11 @@ async def test_rows_of_the_files_equal_rows_of_deliveries(
     write(tmp_path / "record", *(one.session for one in stored))
     read = list(read_sessions(tmp_path / "record"))
     assert [one.session_id for one in read] == [one.session_id for one in delivered]
+    for kept in (each.session for each in stored):
+        parts: list[Any] = [part for row in kept.trajectories for part in row.segments]
+        for turn in (part for part in [*parts, *kept.tree.nodes] if part.sampled):
+            opened, closed = kept.opened_unix_ms, kept.closed_unix_ms
+            assert 0 < opened <= turn.begun_unix_ms <= turn.ended_unix_ms <= closed
     leaves = [[one for one in some if one.tree is None] for some in (read, delivered)]
     ours, theirs = (rows_of(some).rows for some in leaves)
     assert len(ours) == len(theirs) == 2

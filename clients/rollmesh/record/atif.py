@@ -7,6 +7,7 @@ except in the document that trains it. ATIF has no mask, versions, rewards or br
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote
@@ -214,6 +215,9 @@ class _Turns:
         if one is None:
             return step if "reasoning_content" in step else step | {"llm_call_count": 0}
         step |= {"llm_call_count": 1}
+        if one.ended_unix_ms:
+            ended = datetime.fromtimestamp(one.ended_unix_ms / 1000, UTC)
+            step["timestamp"] = ended.isoformat(timespec="milliseconds")
         ours = {**facts_of(self.trajectory, one), **step.get("extra", {}).get("rollmesh", {})}
         step["extra"] = {"rollmesh": ours}
         if one.end > one.start:

@@ -2,7 +2,8 @@
 
 A session is one trace: `invoke_agent`, and a `chat` for each turn. Its ids follow from those of the
 session and its nodes, so that a repeated export is no second trace, and the turns join the live
-trace of the session's end. A record has no times of turns: they share the session's time evenly.
+trace of the session's end. Turns of gateways before API revision 41 have no times: they share the
+session's time evenly.
 """
 
 import json
@@ -48,9 +49,12 @@ def spans_of(record: session_pb2.SessionRecord, *, content: bool = False) -> lis
         digest = sha256(f"{record.session_id}/{node_id}".encode()).digest()
         own = Place(place.trace_id, int.from_bytes(digest[:8], "big") or 1, sampled=True)
         at_ns = begin_ns + at * step_ns
+        times = at_ns, at_ns + step_ns
+        if turn.ended_unix_ms:
+            times = turn.begun_unix_ms * 1_000_000, turn.ended_unix_ms * 1_000_000
         name = f"{genai.CHAT} {record.model}".rstrip()
         found = _turn(record, trajectory, turn, content=content)
-        spans.append(Span(name, "client", own, place.span_id, at_ns, found, at_ns + step_ns))
+        spans.append(Span(name, "client", own, place.span_id, times[0], found, times[1]))
     return spans
 
 
@@ -103,7 +107,7 @@ def _turn(
         ),
         **genai.training(turn.reasons, trajectory.lineage, turn.model_request_ids),
         genai.REWARD: turn.reward if turn.HasField("reward") else None,
-        genai.TIME_ESTIMATED: True,
+        genai.TIME_ESTIMATED: None if turn.ended_unix_ms else True,
     }
     if content and said is not None:
         prompt, answer = said.messages[:-1], said.messages[-1]

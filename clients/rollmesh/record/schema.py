@@ -142,6 +142,8 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("spans", _SPANS, "which engine, policy, adapter and numerics sampled which tokens"),
         Column("finish_reason", _TEXT, "STOP or LENGTH"),
         Column("engine_id", _TEXT, "the engine that sampled it, or its end"),
+        Column("begun_unix_ms", _LONG, "when its request came. 0 is unknown"),
+        Column("ended_unix_ms", _LONG, "when its last token was sampled. 0 is unknown"),
         Column("prompt_crc32", _WHOLE, "CRC-32 of all ids before the first sampled one"),
         Column("reward", _REAL, "of this turn alone"),
         Column("sampling", _TEXT, "sampling parameters, a JSON object"),

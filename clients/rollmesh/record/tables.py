@@ -246,6 +246,8 @@ def _empty(node_id: int) -> _Row:
         "trained": False,
         "scaffold_tokens": 0,
         "engine_id": "",
+        "begun_unix_ms": 0,
+        "ended_unix_ms": 0,
         "reasons": [],
         "model_request_ids": [],
         "spans": [],
@@ -266,6 +268,8 @@ def _describe(
         "reasons": _names(_REASON, one.reasons),
         "finish_reason": None if finish is None else name_of(_FINISH, finish),
         "engine_id": one.engine_id,
+        "begun_unix_ms": one.begun_unix_ms,
+        "ended_unix_ms": one.ended_unix_ms,
         "prompt_crc32": _optional(one, "prompt_crc32"),
         "reward": _optional(one, "reward"),
         "sampling": json.dumps(plain(one.sampling)) if one.HasField("sampling") else None,
@@ -540,6 +544,8 @@ def _fill_sample(
 ) -> None:
     one.sampled = True
     one.engine_id = node["engine_id"]
+    one.begun_unix_ms = node.get("begun_unix_ms", 0)  # files of an earlier release lack them
+    one.ended_unix_ms = node.get("ended_unix_ms", 0)
     one.model_request_ids.extend(node["model_request_ids"])
     if node["finish_reason"] is not None:
         one.finish_reason = number_in(_FINISH, node["finish_reason"])

@@ -5,6 +5,7 @@ import pytest
 
 from rollmesh.chat import Tokenizer
 from rollmesh.chat.parsing import Answer, IncrementalDecoder
+from rollmesh.gateway.session import Turn
 from rollmesh.gateway.tree import Sample
 from rollmesh.gateway.turn import Draft, sample_of
 from rollmesh.mesh.generation import Generation
@@ -38,7 +39,8 @@ def sample(tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]])
             ),
         )
     )
-    return sample_of(Draft(answer, generation), prompt_tokens=1, prompt_crc32=0, request_ids=[])
+    turn = Turn("answer", "", "", 0)
+    return sample_of(Draft(answer, generation), prompt_tokens=1, prompt_crc32=0, turn=turn)
 
 
 @pytest.mark.parametrize(

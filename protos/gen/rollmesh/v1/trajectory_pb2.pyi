@@ -441,6 +441,8 @@ class TrajectorySegment(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     MODEL_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    BEGUN_UNIX_MS_FIELD_NUMBER: _builtins.int
+    ENDED_UNIX_MS_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """Index of the first token."""
     end: _builtins.int
@@ -465,6 +467,10 @@ class TrajectorySegment(_message.Message):
     """
     reward: _builtins.float
     """Reward of this turn alone. Only on sampled segments."""
+    begun_unix_ms: _builtins.int
+    """When the gateway took the request, milliseconds since 1970 UTC. Only on sampled segments. 0 is unknown."""
+    ended_unix_ms: _builtins.int
+    """When the last token was sampled, milliseconds since 1970 UTC. Only on sampled segments. 0 is unknown."""
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FidelityReason.ValueType]:
         """Why sampled tokens are not trained here, or what else a trainer must know about them."""
@@ -497,10 +503,12 @@ class TrajectorySegment(_message.Message):
         reward: _builtins.float | None = ...,
         sampling: _sampling_pb2.SamplingParams | None = ...,
         model_request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        begun_unix_ms: _builtins.int = ...,
+        ended_unix_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "finish_reason", b"finish_reason", "prompt_crc32", b"prompt_crc32", "reward", b"reward", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "model_request_ids", b"model_request_ids", "node_id", b"node_id", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "start", b"start", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "begun_unix_ms", b"begun_unix_ms", "end", b"end", "ended_unix_ms", b"ended_unix_ms", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "model_request_ids", b"model_request_ids", "node_id", b"node_id", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "start", b"start", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
@@ -714,6 +722,8 @@ class TrajectoryNode(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     LINEAGE_SOURCE_FIELD_NUMBER: _builtins.int
     MODEL_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    BEGUN_UNIX_MS_FIELD_NUMBER: _builtins.int
+    ENDED_UNIX_MS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
     """Id, unique within the session. Ids ascend in the order of the nodes."""
     parent_index: _builtins.int
@@ -746,6 +756,10 @@ class TrajectoryNode(_message.Message):
     """Reward of this turn alone. Only on sampled nodes."""
     lineage_source: Global___LineageSource.ValueType
     """Who labelled the branch."""
+    begun_unix_ms: _builtins.int
+    """When the gateway took the request, milliseconds since 1970 UTC. Only on sampled nodes. 0 is unknown."""
+    ended_unix_ms: _builtins.int
+    """When the last token was sampled, milliseconds since 1970 UTC. Only on sampled nodes. 0 is unknown."""
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FidelityReason.ValueType]:
         """Why sampled tokens are not trained, or what else a trainer must know about the node."""
@@ -782,10 +796,12 @@ class TrajectoryNode(_message.Message):
         sampling: _sampling_pb2.SamplingParams | None = ...,
         lineage_source: Global___LineageSource.ValueType = ...,
         model_request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        begun_unix_ms: _builtins.int = ...,
+        ended_unix_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "finish_reason", b"finish_reason", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reward", b"reward", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "lineage", b"lineage", "lineage_source", b"lineage_source", "model_request_ids", b"model_request_ids", "node_id", b"node_id", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "scaffold_tokens", b"scaffold_tokens", "start", b"start", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "begun_unix_ms", b"begun_unix_ms", "end", b"end", "ended_unix_ms", b"ended_unix_ms", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "lineage", b"lineage", "lineage_source", b"lineage_source", "model_request_ids", b"model_request_ids", "node_id", b"node_id", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "scaffold_tokens", b"scaffold_tokens", "start", b"start", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015

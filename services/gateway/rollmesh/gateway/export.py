@@ -235,6 +235,7 @@ def _describe_sample(
     message.finish_reason = sample.finish
     message.engine_id = sample.engine_id
     message.prompt_crc32 = sample.prompt_crc32
+    message.begun_unix_ms, message.ended_unix_ms = sample.begun_unix_ms, sample.ended_unix_ms
     message.sampling.CopyFrom(sample.sampling)
     if node.request_ids:
         message.model_request_ids.extend(node.request_ids)

@@ -454,7 +454,8 @@ def _node_row(session_id: str, node: Node, receipt: str | None) -> tuple[object,
         numerics = [base64.b64encode(one.SerializeToString()).decode() for one in own.numerics]
         counts = int(own.finish), own.prompt_tokens, own.cached_tokens, own.prompt_crc32
         told = [own.told._asdict()] if own.told else []
-        sample = json.dumps([spans, *counts, *told, *numerics])
+        times = [own.begun_unix_ms, own.ended_unix_ms]
+        sample = json.dumps([spans, *counts, *told, *numerics, times])
         logprobs = pack_logprobs(own.logprobs)
         sampling = own.sampling.SerializeToString(deterministic=True)
         if own.tops is not None:
@@ -586,6 +587,7 @@ def _sample(
     spans, finish, prompt_tokens, cached_tokens, prompt_crc32, *more = fields
     told = [one for one in more if isinstance(one, dict)]
     numerics = [one for one in more if isinstance(one, str)]
+    begun, ended = next((one for one in more if isinstance(one, list)), (0, 0))  # of old rows
     return Sample(
         token_ids,
         unpack_logprobs(logprobs, "logprobs"),
@@ -609,6 +611,8 @@ def _sample(
         tuple(map(_numerics, numerics)),
         request_ids=request_ids,
         told=Told(**told[0]) if told else None,
+        begun_unix_ms=begun,
+        ended_unix_ms=ended,
     )
 
 

@@ -285,6 +285,8 @@ class Turn(AnswerReceipt):
     """
 
     node_id: int = 0
+    begun_unix_ms: int = 0
+    """When its first request came."""
     choice: int = 0
     stream: bool = False
     """Whether its answer is streamed while it is sampled. Otherwise all requests get it whole."""
@@ -523,6 +525,7 @@ class Session:
             0,
             request.settings.lineage,
             node_id=node_id,
+            begun_unix_ms=clock.unix_ms(),
             choice=request.choice,
             stream=request.stream,
             finish_on_disconnect=request.finish_on_disconnect,

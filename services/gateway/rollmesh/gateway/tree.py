@@ -97,6 +97,10 @@ class Sample:
     """Ids that the agent gave its requests. The turn shares the list, to which retries add."""
     told: Told | None = None
     """Of a sample without ids."""
+    begun_unix_ms: int = 0
+    """When its request came. 0 if that is unknown."""
+    ended_unix_ms: int = 0
+    """When its last token came."""
 
     @property
     def completion_tokens(self) -> int:

@@ -62,7 +62,7 @@ async def run_turn(
             prompt, draft = await _sample(deps, store, session, turn, request)
     except TimeoutError as error:
         raise DeadlineError(f"the turn took longer than {timeout_ms} ms") from error
-    sample = sample_of(draft, prompt.length, prompt.crc32, turn.request_ids)
+    sample = sample_of(draft, prompt.length, prompt.crc32, turn)
     if size := sum(one.data_bytes for one in sample.columns):
         reserve(deps.config, session, turn, turn.record_bytes + size)
     turn.committing = True
@@ -348,16 +348,14 @@ def _new_answer(
     )
 
 
-def sample_of(
-    draft: Draft, prompt_tokens: int, prompt_crc32: int, request_ids: list[str]
-) -> Sample:
+def sample_of(draft: Draft, prompt_tokens: int, prompt_crc32: int, turn: Turn) -> Sample:
     """Returns the sampled tokens of a complete answer, truncated at the stop string.
 
     Args:
         draft: An answer that has ended.
         prompt_tokens: Number of ids of the prompt, without continued ones.
         prompt_crc32: CRC-32 of those ids.
-        request_ids: Ids that the agent gave the requests that wait for it.
+        turn: Its turn, with the ids of its requests and the time of the first.
 
     Raises:
         RollmeshError: No token was sampled.
@@ -400,7 +398,9 @@ def sample_of(
             if id_
         ),
         columns=tuple(generation.columns),
-        request_ids=request_ids,
+        request_ids=turn.request_ids,
+        begun_unix_ms=turn.begun_unix_ms,
+        ended_unix_ms=max(clock.unix_ms(), turn.begun_unix_ms),
     )
 
 

@@ -39,6 +39,7 @@ from rollmesh.gateway.responses import write_deltas
 from rollmesh.gateway.session import Session, Turn, TurnRequest, TurnSettings
 from rollmesh.gateway.tree import Finish, Match, Node, Sample, Told, path_bytes
 from rollmesh.gateway.turn import commit
+from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import (
@@ -195,7 +196,7 @@ async def run_text_turn(
     if turn.is_limited and answer.finish == sampling_pb2.FINISH_REASON_LENGTH:
         reasons.add(trajectory_pb2.FIDELITY_REASON_BUDGET)
     new = Prompt(match, [(group, _NO_IDS.copy(), ()) for group in groups], _NO_IDS, None)
-    sample = answer.sample(sampling, turn.request_ids)
+    sample = answer.sample(sampling, turn)
     return await commit(store, session, turn, new, answer.message(), sample, frozenset(reasons))
 
 
@@ -374,7 +375,7 @@ class _Answer:
         calls = tuple([ToolCall(**call) for call in self.calls])
         return Message("assistant", self.content, calls, reasoning=self.reasoning)
 
-    def sample(self, sampling: sampling_pb2.SamplingParams, request_ids: list[str]) -> Sample:
+    def sample(self, sampling: sampling_pb2.SamplingParams, turn: Turn) -> Sample:
         """Returns the sample of the turn, without ids."""
         cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         tokens = int(self.usage.get("completion_tokens") or len(self.logprobs))
@@ -387,8 +388,10 @@ class _Answer:
             int(cached),
             0,
             sampling=sampling,
-            request_ids=request_ids,
+            request_ids=turn.request_ids,
             told=Told(tokens, self.logprobs),
+            begun_unix_ms=turn.begun_unix_ms,
+            ended_unix_ms=max(clock.unix_ms(), turn.begun_unix_ms),
         )
 
 
