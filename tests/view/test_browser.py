@@ -1,6 +1,8 @@
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +10,9 @@ import pytest_asyncio
 
 from rollmesh.client import Rewards, start_of_atif
 from tests.meshes import Mesh, scripted_mesh
+from tests.models import make_tokenizer_dir
 from tests.view.browser import CHROMIUM, Page, browser
+from tests.view.contrast import too_weak
 from tests.view.test_viewer import HOSTILE, conversation, listed, turn, viewer
 from tests.waiting import until
 
@@ -211,6 +215,41 @@ async def test_the_keyboard_alone_goes_from_the_run_to_why_a_token_is_not_traine
             assert page.events == []
 
 
+async def test_a_turn_grows_while_it_is_sampled_and_the_reader_keeps_the_place(
+    tmp_path: Path,
+) -> None:
+    model = make_tokenizer_dir(tmp_path / "model", context=16_384)
+    slow: dict[str, Any] = {"reply_tokens": 4000, "tokens_per_second": 50}
+    async with scripted_mesh(tmp_path, model, **slow) as mesh, mesh.client() as client:
+        async with client.session() as session, viewer(mesh) as http:
+            asking = asyncio.create_task(turn(mesh, session, HOSTILE))
+            async with browser(str(http.base_url)) as page:
+                sampled = "Number(/SAMPLING, (\\d+)/.exec(document.body.textContent)?.[1])"
+
+                async def opened() -> bool:  # the session's first turn has begun
+                    rows = (await http.get("/api/open")).json()["rows"]
+                    return any(one["in_flight"] for one in rows)
+
+                await until(opened)
+                await page.open(f"#/session/{session.session_id}", "OPEN")
+                first = await page.until(sampled)
+                await page.run("document.querySelector('.tree [tabindex=\"0\"]').focus()")
+                node = await page.run("document.activeElement.dataset.nodes")
+                await page.run("document.querySelector('.why').open = true")
+                await page.until(f"{sampled} > {first}")
+                assert await page.run("document.activeElement.dataset.nodes") == node
+                opened_now = "[...document.querySelectorAll('details')].filter(one => one.open)"
+                assert await page.run(f"{opened_now}.map(one => one.className)") == ["why"]
+                await page.click("Tokens")
+                tokens = "document.querySelectorAll('.node:last-child .tokens b').length"
+                shown = await page.until(tokens)
+                await page.until(f"{tokens} > {shown}")
+                assert await page.run("document.querySelectorAll('main img').length") == 0
+                assert page.events == []
+            asking.cancel()
+            await asyncio.wait([asking])
+
+
 async def test_every_control_is_reached_by_keyboard_and_has_a_name(shared: Mesh) -> None:
     async with shared.client() as client, viewer(shared) as http:
         await conversation(shared, client, run_id="keys", group_id="keys", group_size=1)
@@ -227,6 +266,44 @@ async def test_every_control_is_reached_by_keyboard_and_has_a_name(shared: Mesh)
                 if one.get("role", {}).get("value") in controls and not one["name"].get("value")
             ]
             assert nameless == []
+
+
+SCALES = {"mask": ("train", "sampled"), "logprob": ("l1", "l2", "l3", "l4")}
+SCALES["by"] = tuple(f"{side}{at}" for side in ("above", "below") for at in (1, 2, 3, 4))
+SCALES["version"] = ("v0", "v1", "v2", "v3")
+
+
+async def test_all_text_and_marks_have_the_contrast_of_wcag_aa_in_both_themes(shared: Mesh) -> None:
+    async with shared.client() as client, viewer(shared) as http:
+        group = {"group_id": "seen", "group_size": 1, "run_id": "seen"}
+        metadata = {"error": "a failure"}
+        session = await conversation(shared, client, metadata=metadata, **group)
+        await listed(http, run_id="seen")
+        scale = ""
+        for of, names in SCALES.items():
+            scale += (
+                f"<p class='tokens {of}'>{''.join(f'<b class={one}>x</b>' for one in names)}</p>"
+            )
+        async with browser(str(http.base_url)) as page:
+            for address, shown in (
+                ("#/run?by=time", "Requests that wait"),
+                ("#/groups", "mean reward"),
+                ("#/sessions", "found"),
+                ("#/mesh", "Consumers"),
+                (f"#/session/{session.session_id}", "Metadata"),
+            ):
+                await page.open(address, shown)
+                if "session/" in address:
+                    await page.run(
+                        "document.querySelector('.node').insertAdjacentHTML('beforeend',"
+                        f" {json.dumps(scale)})"
+                    )
+                for _ in range(2):
+                    count, weak = await too_weak(page)
+                    assert count > 20
+                    assert weak == [], address
+                    await page.click("Dark or light")
+            assert page.events == []
 
 
 async def test_a_browser_logs_in_with_the_key(shared: Mesh, tmp_path: Path) -> None:

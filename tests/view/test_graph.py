@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -16,13 +17,14 @@ from tests.view.browser import CHROMIUM, Page, browser
 
 pytest.importorskip("pyarrow")
 from rollmesh.record.files import Writer
-from tests.collector.records import record
+from tests.collector.records import record, with_images, with_messages
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed: apt-get install chromium"),
 ]
 HOSTILE = "<script>alert(1)</script>\u202e\u2066{}\x00"
+LONG = HOSTILE.format("x" * 1_000_000)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -34,13 +36,35 @@ async def page(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
         running("view", folder, record=folder / "record") as process,
         browser(f"http://127.0.0.1:{process.port}") as found,
     ):
-        await found.open("#/sessions", "1 found")  # a page that stays as it is
+        await found.open("#/sessions", "2 found")  # a page that stays as it is
         yield found
 
 
 def write(folder: Path) -> None:
+    """Two siblings of a group. Agents and tools of both are hostile."""
     with Writer(folder / "record") as writer:
-        writer.add(record("recorded"))
+        for at in range(2):
+            session = with_images(record(f"recorded-{at}", "g", at, 2), b"cat")
+            said = with_messages(session).messages
+            call = {"name": LONG, "arguments": HOSTILE}
+            answer: dict[str, Any] = {
+                "role": "assistant",
+                "content": f"answer {at}",
+                "reasoning_content": LONG,
+            }
+            answer["tool_calls"] = [{"id": HOSTILE, "type": "function", "function": call}]
+            image = {
+                "type": "image_url",
+                "image_url": {"url": f"sha256:{session.images[0].sha256}"},
+            }
+            asked = [{"role": "user", "content": [{"type": "text", "text": HOSTILE}, image]}]
+            for node, messages in zip(said, (asked, [answer]), strict=True):
+                node.data = json.dumps(messages).encode()
+                node.data_bytes = len(node.data)
+            tokens = np.array([1, 2, 3, 4, 5, 6 + at], "<u4")
+            session.trajectories[0].tokens.token_ids_u32le = tokens.tobytes()
+            session.metadata["error"] = LONG[:1000]
+            writer.add(session)
         writer.commit()
 
 
@@ -141,7 +165,7 @@ async def test_every_label_of_the_contract_is_drawn(page: Page) -> None:
 
 
 async def test_hostile_names_of_any_length_leave_the_graph_its_shape(page: Page) -> None:
-    wide = HOSTILE.format("x" * 1_000_000)
+    wide = LONG
     nodes = [node(1, None, role=wide), *chain(2, 3, 1)]
     nodes[1]["reasons"] = [wide]
     await drawn(page, nodes, (wide, [1, 2, 3]), ("MAIN", [1]))
@@ -150,6 +174,40 @@ async def test_hostile_names_of_any_length_leave_the_graph_its_shape(page: Page)
     assert await page.run(f"{box} < 400")
     texts = "[...document.querySelectorAll('.tree text')].map(one => one.textContent.length)"
     assert await page.run(f"Math.max(...{texts})") < 200
+    assert page.events == []
+
+
+async def test_siblings_are_side_by_side_from_where_they_part_with_calls_and_images(
+    page: Page,
+) -> None:
+    await page.open("#/compare/recorded-0/recorded-1", "They share 1 nodes")
+    columns = "[...document.querySelectorAll('.pair > div')].map(one => one.textContent)"
+    left, right = await page.run(columns)
+    assert ("answer 0" in left, "answer 1" in right) == (True, True)
+    assert await page.run("document.querySelectorAll('.pair .call').length") == 2
+    assert await page.run("document.querySelectorAll('details img').length") == 1
+    await a_page_keeps_its_width_and_runs_nothing(page)
+    await page.open("#/sessions", "2 found")
+
+
+async def test_a_transcript_shows_hostile_text_of_any_length_as_text(page: Page) -> None:
+    await page.open("#/session/recorded-1", "answer 1")
+    assert await page.run("document.querySelector('.call strong').textContent.length") == len(LONG)
+    assert await page.run("document.querySelectorAll('main img').length") == 1
+    folded = (
+        "[...document.querySelectorAll('summary')].some(one => one.textContent === 'Reasoning')"
+    )
+    assert await page.run(folded)
+    await a_page_keeps_its_width_and_runs_nothing(page)
+    # A name that reverses the text leaves what comes after it as it is.
+    isolated = "getComputedStyle(document.querySelector('.call strong')).unicodeBidi"
+    assert await page.run(isolated) == "isolate"
+    await page.open("#/sessions", "2 found")
+
+
+async def a_page_keeps_its_width_and_runs_nothing(page: Page) -> None:
+    assert await page.run("document.querySelectorAll('main script').length") == 0
+    assert await page.run("document.documentElement.scrollWidth <= innerWidth")
     assert page.events == []
 
 

@@ -1,7 +1,9 @@
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +245,21 @@ async def test_pages_load_nothing_from_elsewhere(shared: Mesh) -> None:
         elsewhere = await http.get("/api/sessions", headers={"host": "evil.example"})
         assert (elsewhere.status_code, "rows" in elsewhere.text) == (421, False)
         assert (await http.post("/api/sessions")).status_code == 405
+
+
+HTML = ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "srcdoc", "DOMParser")
+CODE = ("eval(", "Function(", "javascript:", "@import", "url(")
+
+
+async def test_no_module_makes_html_of_text_or_names_another_place() -> None:
+    static = resources.files("rollmesh.view") / "static"
+    texts = {one.name: one.read_text() for one in static.iterdir()}
+    assert "app.js" in texts
+    for name, text in texts.items():
+        for wrong in HTML + CODE:
+            assert wrong not in text, (name, wrong)
+        places = re.findall(r"(?:https?:)?//[a-z][^\"]*", text.replace("// ", ""))
+        assert set(places) <= {"http://www.w3.org/2000/svg"}, name
 
 
 async def test_a_viewer_with_a_key_asks_for_it(shared: Mesh, tmp_path: Path) -> None:
