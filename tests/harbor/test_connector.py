@@ -15,6 +15,7 @@ from rollmesh.integrations.harbor import (
     path_of,
     rollout_details_of,
 )
+from rollmesh.integrations.harbor.connector import Lost, Rollout
 from tests.certificates import Authority
 from tests.faults.proxy import proxy_to
 from tests.harbor.connecting import ASKED, answered, both, command, connected, trained
@@ -157,3 +158,11 @@ def test_an_attempt_that_harbor_repeats_is_superseded() -> None:
     ending = ending_of(ended, {}, "reward")
     assert ending is not None
     assert ending.superseded
+
+
+def test_each_lost_answer_is_given_to_one_equal_request_for_a_while() -> None:
+    rollout = Rollout("one")
+    for until_s in (20.0, 30.0, 10.0):
+        rollout.lost.append(Lost(b"same", tries=1, until_s=until_s))
+    assert rollout.tries(b"other", 5.0) == 0
+    assert [rollout.tries(b"same", now_s) for now_s in (15.0, 25.0, 25.0)] == [1, 1, 0]

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,17 +29,17 @@ AGENTS, TURNS = 2, 3
 """As many agents stream as do not."""
 
 
-async def submitted(harbor: Harbor) -> list[str]:
+async def submitted(harbor: Harbor, **agent: Any) -> list[str]:
     """Submits a job whose agents stream, and one whose agents do not."""
-    task = [harbor.task("one", ASKED)]
+    task, agent = [harbor.task("one", ASKED)], {"turns": TURNS, **agent}
     return [
-        await harbor.submit("training-1", task, attempts=AGENTS, turns=TURNS, stream=stream)
+        await harbor.submit("training-1", task, attempts=AGENTS, stream=stream, **agent)
         for stream in (False, True)
     ]
 
 
 @asynccontextmanager
-async def in_mid_answer(client: Client, harbor: Harbor) -> AsyncIterator[None]:
+async def in_mid_answer(client: Client, harbor: Harbor, at_once: int = 1) -> AsyncIterator[None]:
     """Runs the block while all agents wait for answers, and all streams of them have begun."""
 
     def begun() -> bool:
@@ -48,7 +49,7 @@ async def in_mid_answer(client: Client, harbor: Harbor) -> AsyncIterator[None]:
         while True:
             await until(begun)
             await client.pause_engines()
-            await generating(client, 2 * AGENTS)
+            await generating(client, 2 * AGENTS * at_once)
             if begun():
                 break
             await client.resume_engines()
@@ -72,9 +73,11 @@ def interrupted(harbor: Harbor) -> list[int]:
     return [one.get("503", 0) + one.get("broken", 0) for one in statuses_of(harbor.folder)]
 
 
-@pytest.mark.parametrize("kind", ["cut", "half-open"])
+@pytest.mark.parametrize(
+    ("kind", "unmarked", "at_once"), [("cut", False, 1), ("cut", True, 2), ("half-open", True, 1)]
+)
 async def test_a_connection_that_is_lost_under_running_answers_doubles_and_loses_no_turn(
-    tmp_path: Path, tokenizer_dir: Path, kind: str
+    tmp_path: Path, tokenizer_dir: Path, kind: str, *, unmarked: bool, at_once: int
 ) -> None:
     async with (
         both(tmp_path, tokenizer_dir, tokens_per_second=20) as (mesh, harbor),
@@ -82,14 +85,14 @@ async def test_a_connection_that_is_lost_under_running_answers_doubles_and_loses
         proxy_to(harbor.url.removeprefix("http://")) as proxy,
         connected(client, f"http://{proxy.address}", "training-1") as connector,
     ):
-        jobs = await submitted(harbor)
-        async with in_mid_answer(client, harbor):
+        jobs = await submitted(harbor, unmarked=unmarked, at_once=at_once)
+        async with in_mid_answer(client, harbor, at_once):
             await lose(proxy, kind)
             await until(lambda: not connector.connected.is_set())
         for job in jobs:
             assert [one["error_type"] for one in await harbor.ended(job)] == [None] * AGENTS
         sessions = await trained(client, 2 * AGENTS)
-    check_books(harbor, sessions)
+    check_books(harbor, sessions, TURNS * at_once)
     assert min(interrupted(harbor)) >= 1
 
 
@@ -131,7 +134,7 @@ async def test_a_sidecar_that_is_killed_under_running_answers_and_returns_double
         mesh.client() as client,
         connected(client, harbor.url, "training-1"),
     ):
-        jobs = await submitted(harbor)
+        jobs = await submitted(harbor, unmarked=True)
         async with in_mid_answer(client, harbor):
             await mesh.restart("sidecar")
         for job in jobs:
@@ -153,7 +156,7 @@ async def test_a_second_connector_waits_until_the_first_is_killed_and_takes_over
         mesh.client() as client,
         command(mesh, harbor) as first,
     ):
-        jobs = await submitted(harbor)
+        jobs = await submitted(harbor, unmarked=True)
         async with connecting(client, harbor.url, "training-1") as second:
             async with in_mid_answer(client, harbor):
                 await until(refused)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import shlex
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ from harbor.agents.agent_auth_resolution import ModelConnectionSpec
 from harbor.agents.base import BaseAgent
 from harbor.agents.capabilities import AgentCapabilities
 from harbor.models.model_api_format import ModelApiFormat
-from openai import APIError, AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import (
+    APIConnectionError,
+    APIError,
+    AsyncOpenAI,
+    DefaultAsyncHttpxClient,
+    InternalServerError,
+)
 
 
 class _Agent(BaseAgent):  # type: ignore[misc]
@@ -81,9 +88,11 @@ class Asking(_Agent):
 
         Fails with an error of the name `fails`, as long as the file `until` is missing. With the
         file `alone`, which the first agent makes, the others fail before they ask. With
-        `own_trajectory` it leaves a document.
+        `own_trajectory` it leaves a document. With `unmarked` its repeats are as its first
+        requests.
         """
         self._own_trajectory = bool(kwargs.pop("own_trajectory", False))
+        self._unmarked = bool(kwargs.pop("unmarked", False))
         super().__init__(*args, **kwargs)
         self._turns, self._at_once, self._stream, self._fails = turns, at_once, stream, fails
         self._until = Path(until) if until else None
@@ -105,7 +114,7 @@ class Asking(_Agent):
             AsyncOpenAI(
                 base_url=connection.resolved_base_url,
                 api_key=connection.api_key,
-                max_retries=40,
+                max_retries=0 if self._unmarked else 40,
                 timeout=120,
                 http_client=http,
             ) as client,
@@ -137,8 +146,14 @@ class Asking(_Agent):
         self, client: Any, messages: list[dict[str, str]], key: str
     ) -> tuple[str, str]:
         asked = {"model": "policy", "messages": messages}
-        headers = {"Idempotency-Key": key}
+        headers = {} if self._unmarked else {"Idempotency-Key": key}
         while True:
+            if not self._stream and self._unmarked:
+                with suppress(InternalServerError, APIConnectionError):
+                    whole = await client.chat.completions.create(**asked)
+                    return whole.id, whole.choices[0].message.content or ""
+                await asyncio.sleep(0.1)
+                continue
             if not self._stream:
                 whole = await client.chat.completions.create(**asked, extra_headers=headers)
                 return whole.id, whole.choices[0].message.content or ""
@@ -147,6 +162,7 @@ class Asking(_Agent):
                     return found
             except APIError:
                 self._statuses["broken"] += 1
+                await asyncio.sleep(0.1)
             except Exception as error:  # a stream that breaks off
                 if "peer closed" not in str(error) and "incomplete" not in str(error):
                     raise

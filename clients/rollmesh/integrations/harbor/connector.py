@@ -16,7 +16,9 @@ import asyncio
 import base64
 import json
 import logging
+import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -55,6 +57,15 @@ _NOT_RETURNED = {"date", "server", "content-length", "content-encoding", "connec
 _GIVEN_UP = {"agent_disconnected", "rollout_closed"}
 """Reasons of a cancellation after which no agent waits for the answer or repeats its request."""
 _BUFFER = "buffer_limit"
+_RETRY, _KEY = "x-stainless-retry-count", "idempotency-key"
+_MOST_LOST = 256
+"""Lost answers that a rollout remembers: as many as the relay's requests."""
+_MOST_ENDED = 1024
+"""Answers that a connection remembers after their ends. Those in flight may be lost."""
+_LOST_S = 600.0
+"""How long an equal request of the rollout gets an answer that was lost."""
+_SILENT_S, _FLIGHT_S = 60.0, 1.0
+"""Longest time that a connection is silent before it is given up, and that a frame travels."""
 _FULL = "256 frames or 16 MiB of an answer, or 64 MiB in all, waited for agents; the relay cut it"
 
 # The end of a rollout.
@@ -167,6 +178,15 @@ class RolloutEndedError(HarborError):
     """The rollout has ended, or the server does not have it."""
 
 
+class Lost(NamedTuple):
+    """A request whose answer was recorded, as far as anybody knows, and never reached the relay."""
+
+    digest: bytes
+    tries: int
+    """How often the answer was lost."""
+    until_s: float
+
+
 @dataclass(eq=False)
 class Rollout:
     """A rollout that has called the model or has ended."""
@@ -175,6 +195,43 @@ class Rollout:
     opening: asyncio.Task[Session] | None = None
     answers: set[asyncio.Task[None]] = field(default_factory=set)
     has_ended: bool = False
+    lost: deque[Lost] = field(default_factory=lambda: deque(maxlen=_MOST_LOST))
+
+    def tries(self, digest: bytes, now_s: float) -> int:
+        """Returns how often the answer to such a request was lost. Forgets one of them."""
+        found = next((it for it in self.lost if it.digest == digest and it.until_s > now_s), None)
+        if found is None:
+            return 0
+        self.lost.remove(found)
+        return found.tries
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A request of a rollout."""
+
+    rollout: Rollout
+    digest: bytes
+    tries: int
+    """How often the answer to an equal one was lost before."""
+    ended_s: float = math.inf
+
+    @classmethod
+    def of(cls, rollout: Rollout, frame: Mapping[str, Any], now_s: float) -> "_Asked":
+        text = "\n".join(frame[name] for name in ("method", "target", "body_b64"))
+        digest = sha256(text.encode()).digest()
+        return cls(rollout, digest, rollout.tries(digest, now_s))
+
+    def mark(self, headers: Headers) -> Headers:
+        """Returns the headers of a retry, also where the agent marks none."""
+        marks = {name for name, text in headers if name == _KEY or (name == _RETRY and text != "0")}
+        if not self.tries or marks:
+            return headers
+        return [one for one in headers if one[0] != _RETRY] + [(_RETRY, str(self.tries))]
+
+    def lose(self, now_s: float) -> None:
+        """Notes that the answer did not reach the relay."""
+        self.rollout.lost.append(Lost(self.digest, self.tries + 1, now_s + _LOST_S))
 
 
 class RelayClient(ABC):
@@ -256,33 +313,57 @@ class RelayClient(ABC):
         """Answers the requests of one connection.
 
         Answers that run when it is lost are read to their end: the mesh records them whole, and the
-        agent that repeats its request gets them again.
+        agent that repeats its request gets them again. The mesh takes them for sent, so that the
+        connector marks such repeats.
         """
-        running: dict[str, asyncio.Task[None]] = {}
+        loop = asyncio.get_running_loop()
+        running: dict[str, tuple[asyncio.Task[None], _Asked]] = {}
+        ended: deque[tuple[str, _Asked]] = deque(maxlen=_MOST_ENDED)
+        heard_s = loop.time()
 
-        def forget(answer: asyncio.Task[None]) -> None:
-            running.pop(answer.get_name(), None)
+        def end(answer: asyncio.Task[None]) -> None:
+            number = answer.get_name()
+            _, asked = running.pop(number)
+            asked.ended_s = loop.time()
+            ended.append((number, asked))
 
-        async for message in relay:
-            if message.type is not aiohttp.WSMsgType.TEXT:
-                continue
-            frame = json.loads(message.data)
-            number = frame.get("request_id", "")
-            if frame.get("type") == "request":
-                work = self._answer(http, _Reply(relay, number), frame)
-                running[number] = tasks.create_task(work, name=number)
-                running[number].add_done_callback(forget)
-            elif frame.get("reason") in _GIVEN_UP and number in running:
-                running[number].cancel()
-            elif frame.get("reason") == _BUFFER:
-                _log.warning(_FULL, extra=self._what())
+        try:
+            async for message in relay:
+                heard_s = loop.time()
+                if message.type is not aiohttp.WSMsgType.TEXT:
+                    continue
+                frame = json.loads(message.data)
+                number = frame.get("request_id", "")
+                if frame.get("type") == "request":
+                    rollout_id = frame["rollout_id"]
+                    rollout = self._rollouts.setdefault(rollout_id, Rollout(rollout_id))
+                    asked = _Asked.of(rollout, frame, heard_s)
+                    work = self._answer(http, _Reply(relay, number), frame, asked)
+                    running[number] = (tasks.create_task(work, name=number), asked)
+                    running[number][0].add_done_callback(end)
+                elif frame.get("reason") in _GIVEN_UP and number in running:
+                    running[number][0].cancel()
+                elif frame.get("reason") == _BUFFER:
+                    _log.warning(_FULL, extra=self._what())
+                    cut = [one for at, one in ended if at == number]
+                    for asked in [*cut, *(one for at, (_, one) in running.items() if at == number)]:
+                        asked.lose(heard_s)
+        finally:
+            now_s = loop.time()
+            since_s = max(heard_s - _FLIGHT_S, now_s - _SILENT_S)
+            for _, asked in [*ended, *running.values()]:
+                if asked.ended_s >= since_s:
+                    asked.lose(now_s)
 
     async def _answer(
-        self, http: aiohttp.ClientSession, reply: "_Reply", frame: Mapping[str, Any]
+        self,
+        http: aiohttp.ClientSession,
+        reply: "_Reply",
+        frame: Mapping[str, Any],
+        asked: _Asked,
     ) -> None:
         """Answers a request through the session of its rollout."""
-        rollout_id = frame["rollout_id"]
-        rollout = self._rollouts.setdefault(rollout_id, Rollout(rollout_id))
+        rollout = asked.rollout
         this = asyncio.current_task()
         assert this is not None
         rollout.answers.add(this)
@@ -293,8 +374,8 @@ class RelayClient(ABC):
                 try:
                     session = await asyncio.shield(self._opening(http, rollout))
                     if rollout.has_ended:  # the session was opened to be closed
-                        raise RolloutEndedError(f"rollout {rollout_id} has ended")
-                    return await self._forward(http, session.base_url, reply, frame)
+                        raise RolloutEndedError(f"rollout {rollout.id} has ended")
+                    return await self._forward(http, session.base_url, reply, frame, asked)
                 except aiohttp.ClientConnectorError:  # the sidecar is gone, and has no request
                     if asyncio.get_running_loop().time() > deadline_s:
                         raise
@@ -302,7 +383,7 @@ class RelayClient(ABC):
                 rollout.opening = None
         except (RollmeshError, HarborError) as error:
             if isinstance(error, RolloutEndedError) and not rollout.has_ended:
-                self._rollouts.pop(rollout_id, None)  # its end was noted long ago
+                self._rollouts.pop(rollout.id, None)  # its end was noted long ago
             await reply.fail(
                 _status_of(error), getattr(error, "reason", "unavailable").lower(), str(error)
             )
@@ -312,7 +393,12 @@ class RelayClient(ABC):
             rollout.answers.discard(this)
 
     async def _forward(
-        self, http: aiohttp.ClientSession, base_url: str, reply: "_Reply", frame: Mapping[str, Any]
+        self,
+        http: aiohttp.ClientSession,
+        base_url: str,
+        reply: "_Reply",
+        frame: Mapping[str, Any],
+        asked: _Asked,
     ) -> None:
         path = path_of(frame["target"])
         if not path:
@@ -324,7 +410,7 @@ class RelayClient(ABC):
         async with http.request(
             frame["method"],
             url,
-            headers=passed,
+            headers=asked.mark(passed),
             data=body,
             timeout=_ANSWER,
             allow_redirects=False,
