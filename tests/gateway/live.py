@@ -211,6 +211,7 @@ class LiveMesh:
         dice: random.Random | None = None,
         faults: float = 0.0,
         script: Path | str = "",
+        tokens_per_second: float = 0.0,
     ) -> None:
         self.cuts: list[Cut] = []
         """Where the next generations fail."""
@@ -223,6 +224,7 @@ class LiveMesh:
             eos_id=2,
             reply_tokens=24,
             script=str(script),
+            tokens_per_second=tokens_per_second,
         )
         dice = dice or random.Random(0)
         self._backends = [RememberingBackend(config, dice, faults, self.cuts) for _ in range(2)]

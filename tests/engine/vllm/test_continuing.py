@@ -84,3 +84,17 @@ async def test_a_collected_answer_is_sent_before_it_ends(vllm_engine: Engine) ->
     asked = vllm_engine.request(LONG, 2_048)
     asked.collect_ms = 1
     assert (await vllm_engine.generate(asked)).messages > 3
+
+
+async def test_a_slow_model_sends_each_token_of_a_collected_answer(vllm_engine: Engine) -> None:
+    asked = vllm_engine.request(LONG, 2_048, sampling={"temperature": 0.0})
+    asked.collect_ms = 1
+    sizes: list[int] = []
+    result = Result()
+    async for message in vllm_engine.stream(asked):
+        sizes.append(len(message.token_ids_u32le) // 4)
+        result.take(message)
+    assert 1 in sizes[1:-1]
+    whole = await vllm_engine.generate(engine_pb2.StreamedGenerate(generate=asked.generate))
+    assert result.ids == whole.ids
+    assert len(whole.ids) == LONG

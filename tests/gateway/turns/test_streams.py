@@ -1,6 +1,7 @@
 """What the stream of an answer contains, to the first request and to its retries."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,21 @@ async def test_a_stream_begins_with_its_id_and_ends_with_the_answer(mesh: LiveMe
     request.retry_count = 1
     again = check((await streamed(mesh, request))[0])
     assert (again.answer_id, again.message) == (first.answer_id, first.message)
+
+
+async def test_tokens_of_a_stream_that_come_together_are_sent_together(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with LiveMesh(tmp_path, tokenizer_dir, tokens_per_second=200) as mesh:
+        counts: list[int] = []
+        for interval_ms in (0, 1_000):
+            await mesh.start_gateway(stream_interval_ms=interval_ms)
+            responses = (await streamed(mesh, await asked(mesh, returns=TOKENS)))[0]
+            check_tokens(responses, check(responses))
+            counts.append(sum(one.HasField("delta") for one in responses))
+    each, together = counts
+    assert each > 10  # of 24 tokens
+    assert together <= 3  # the first, and the rest
 
 
 async def test_the_prompt_is_sent_once_and_each_choice_has_its_tokens(mesh: LiveMesh) -> None:

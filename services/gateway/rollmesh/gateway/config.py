@@ -116,6 +116,10 @@ class GatewayConfig(ServerConfig):
     asleep or being updated, the turn waits up to its own limit instead."""
     turn_timeout_ms: Annotated[int, Bounds(1)] = 600_000
     """Longest duration of a turn, milliseconds."""
+    stream_interval_ms: Annotated[int, Bounds(0, 1_000)] = 20
+    """Shortest time between two parts of a streamed answer, milliseconds. The first token and the
+    last ones are sent at once. Engines that sample more than a token in this time send them
+    together, which costs less. 0 sends the tokens of each step as they are sampled."""
     stall_timeout_ms: Annotated[int, Bounds(1)] = 120_000
     """Silence after which an engine is probed, milliseconds. An engine that does not respond, does
     not hold the request, or whose model has not finished a step for this long, is taken out of

@@ -237,7 +237,7 @@ def _order(
         generation,
         spec.session_id,
         max_chunk_tokens=_STREAMED_TOKENS if early else MOST_COLLECTED_TOKENS,
-        collect_ms=0 if early else COLLECT_MS,
+        collect_ms=config.stream_interval_ms if early else COLLECT_MS,
         lease_timeout_ms=config.lease_timeout_ms,
         timeout_ms=config.turn_timeout_ms,
         is_sent=lambda: turn.has_emitted,

@@ -18,8 +18,8 @@ from rollmesh.v1 import engine_pb2
 
 _PATIENT = 2**31
 """More tokens than any answer has: vLLM passes none of them on."""
-_HURRIED = 2
-"""Tokens that vLLM passes on together. With 1 it would pass on the last one alone."""
+_AT_ONCE, _HURRIED = 1, 2
+"""Tokens that vLLM passes on together. 1 is the last step's alone, so withheld ones need 2."""
 
 
 class VersionStart(NamedTuple):
@@ -74,8 +74,11 @@ class RunningRequest:
 
     def collect(self) -> None:
         """Has vLLM collect tokens for the next message, if the request wants that."""
-        if self._collect_s and self._state is not None:
-            self._state.stream_interval = _PATIENT
+        state = self._state
+        if self._collect_s and state is not None:
+            if state.stream_interval == _AT_ONCE:  # uncounted by vLLM
+                state.sent_tokens_offset = state.detokenizer.num_output_tokens()
+            state.stream_interval = _PATIENT
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._collect_s, self._hurry)
 
@@ -85,7 +88,8 @@ class RunningRequest:
             self._timer.cancel()
 
     def _hurry(self) -> None:
-        self._state.stream_interval = _HURRIED
+        held = self._state.detokenizer.num_output_tokens() - self._state.sent_tokens_offset
+        self._state.stream_interval = _HURRIED if held else _AT_ONCE
 
 
 def messages(
