@@ -131,6 +131,15 @@ HARBOR_PYTHON ?= $(shell for p in python3.13 python3.12 $(HOME)/.pyenv/versions/
 	.venv-verifiers/bin/python $(PIP) --no-deps --require-hashes -r requirements/conformance-verifiers.txt
 	@touch $@
 
+# All of AReaL is 10 GB: its data proxy needs a few packages beside those of .venv.
+.venv-areal/.ready: requirements/conformance-areal.txt | .venv/.ready
+	@echo "setup: .venv-areal from requirements/conformance-areal.txt: what conformance-peers checks (0.1 GB)"
+	.venv/bin/python -m venv .venv-areal
+	.venv-areal/bin/python $(PIP) --no-deps --require-hashes -r requirements/conformance-areal.txt
+	.venv/bin/python -c 'import site; print(site.getsitepackages()[0])' \
+	  > $$(.venv-areal/bin/python -c 'import site; print(site.getsitepackages()[0])')/venv.pth
+	@touch $@
+
 .venv-routers/.ready: requirements/bench-routers.txt
 	@echo "setup: .venv-routers from requirements/bench-routers.txt: what bench-failover compares with (0.3 GB)"
 	$(PYTHON) -m venv .venv-routers
@@ -244,7 +253,7 @@ bench-relay: .venv/.ready .venv-harbor/.ready  # Bytes and CPU of a turn over th
 
 # A server that cannot be installed keeps the results that it has.
 conformance-peers: .venv/.ready  # Training records at other servers beside ours; writes docs/conformance and docs/peers.md
-	@$(MAKE) -k .venv-peer/.ready .venv-peers/.ready .venv-verifiers/.ready || echo "conformance-peers: not all servers could be installed"
+	@$(MAKE) -k .venv-peer/.ready .venv-peers/.ready .venv-verifiers/.ready .venv-areal/.ready || echo "conformance-peers: not all servers could be installed"
 	.venv/bin/python -m benchmarks.peers
 	.venv/bin/python -m scripts.pages.peers > docs/peers.md
 
@@ -383,6 +392,7 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) --group routers -o requirements/bench-routers.txt
 	$(LOCK:3.11=3.12) --group peers -o requirements/conformance-peers.txt
 	$(LOCK:3.11=3.12) --group verifiers -o requirements/conformance-verifiers.txt
+	$(LOCK) --group areal --no-deps -o requirements/conformance-areal.txt
 	$(LOCK:3.11=3.12) --group harbor -o requirements/harbor.txt
 	$(LOCK) --group agents -o requirements/agents.txt
 	$(LOCK) --group readers -o requirements/readers.txt
@@ -402,4 +412,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml --extra mesh -c requirements/test.txt -o requirements/mesh.txt
 
 clean:  # Removes the environments and everything that was made
-	rm -rf .venv .venv-build .venv-fast* .venv-check .venv-peer .venv-peers .venv-verifiers .venv-routers .venv-agents .venv-trainers .venv-templates .venv-sglang .venv-gpu .venv-harbor .venv-readers build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-build .venv-fast* .venv-check .venv-peer .venv-peers .venv-verifiers .venv-areal .venv-routers .venv-agents .venv-trainers .venv-templates .venv-sglang .venv-gpu .venv-harbor .venv-readers build dist var .mypy_cache .ruff_cache .pytest_cache

@@ -29,7 +29,7 @@ from benchmarks.mesh import until_ready
 from benchmarks.peers.door import Recorder, door
 from benchmarks.peers.engine import CONTEXT, REPLY, Engine, glue, make_model, serving, spelled
 from benchmarks.peers.ours import Ours
-from benchmarks.peers.theirs import AgentLightning, Answers, OpenEnv, Rllm, Verifiers, logged
+from benchmarks.peers.theirs import AgentLightning, Answers, AReaL, OpenEnv, Rllm, Verifiers, logged
 from examples.demo.chatml import END
 from rollmesh.cli.up import free_ports
 from rollmesh.client import Client, MeshAddresses
@@ -43,7 +43,9 @@ from tests.models import make_model_dir
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "conformance"
 PEERS, PEERS_312 = ROOT / ".venv-peer", ROOT / ".venv-peers"
-VERIFIERS = ROOT / ".venv-verifiers"
+VERIFIERS, AREAL = ROOT / ".venv-verifiers", ROOT / ".venv-areal"
+_ADMIN = "areal-admin-key"
+"""The key that AReaL's data proxy has by itself."""
 _CHECK_S, _START_S = 120.0, 240.0
 _MESH = """\
 [mesh]
@@ -140,6 +142,21 @@ async def verifiers(folder: Path) -> AsyncIterator[Recorder]:
 
 
 @asynccontextmanager
+async def areal(folder: Path) -> AsyncIterator[Recorder]:
+    """The data proxy in front of the scripted engine."""
+    async with _engine(folder) as (engine, upstream):
+        flags = (
+            *("-m", "areal.experimental.inference_service.data_proxy", "--host=127.0.0.1"),
+            *(f"--backend-addr={upstream}", "--backend-type=vllm", "--chat-template-type=concat"),
+            f"--tokenizer-path={folder / 'model'}",
+        )
+        async with _running(folder, AREAL / "bin" / "python", *flags) as url:
+            found = AReaL(url, engine)
+            found.http.headers["authorization"] = f"Bearer {_ADMIN}"
+            yield found
+
+
+@asynccontextmanager
 async def litellm(folder: Path) -> AsyncIterator[Recorder]:
     """The proxy in front of the scripted engine."""
     async with _engine(folder) as (engine, upstream):
@@ -229,6 +246,11 @@ SYSTEMS: Mapping[str, System] = {
         "interception server, `TrainClientConfig`, Qwen3 renderer with `thinking_retention=all`, "
         "scripted engine",
         "branches of the trace: one row for each",
+    ),
+    "areal": System(
+        "AReaL data proxy", areal, AREAL, "areal",
+        "`data_proxy --backend-type vllm --chat-template-type concat`, scripted engine",
+        "`POST /export_trajectories`, style `concat`: one row for each of its sequences",
     ),
     "litellm": System(
         "LiteLLM proxy", litellm, PEERS, "litellm",

@@ -1,9 +1,9 @@
 """An engine that follows a script, for servers that forward to an OpenAI-compatible engine.
 
 It answers chat completions as `vllm serve --return-tokens-as-token-ids` does: the prompt is the
-chat template over the messages, the answer is a fixed text. It answers vLLM's route for token ids,
-`/inference/v1/generate`, too. `calls` has the prompts and samples. It misbehaves only where a check
-of the kit asks for it.
+chat template over the messages, the answer is a fixed text. `/v1/completions` and
+`/inference/v1/generate` take prompts of token ids. `calls` has the prompts and samples. It
+misbehaves only where a check of the kit asks for it.
 """
 
 import time
@@ -100,12 +100,24 @@ class Engine:
             **({"prompt_token_ids": prompt} if shown else {}),
         }
 
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Returns the answer of `/v1/completions` to a prompt of token ids, and logs it."""
+        samples, kept = self._samples(body, body["prompt"], self._asked(body["prompt"]))
+        choices = [
+            {
+                "index": at,
+                "text": text,
+                "finish_reason": "length" if reason == "length" else "stop",
+                "logprobs": None if kept[at] is None else _completion_logprobs(ids),
+            }
+            for at, (ids, text, reason) in enumerate(samples)
+        ]
+        return {"id": f"cmpl-{next(self.numbers)}", "object": "text_completion", "choices": choices}
+
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer to a prompt of token ids, and logs it."""
-        prompt, options = body["token_ids"], body["sampling_params"]
-        text = self.tokenizer.decode(prompt, skip_special_tokens=False)
-        asked = text.rpartition(f"{START}user\n")[2].partition(END)[0]
-        samples, kept = self._samples(options, prompt, asked)
+        prompt = body["token_ids"]
+        samples, kept = self._samples(body["sampling_params"], prompt, self._asked(prompt))
         choices = [
             {
                 "index": at,
@@ -116,6 +128,11 @@ class Engine:
             for at, (ids, _, reason) in enumerate(samples)
         ]
         return {"request_id": f"generate-{next(self.numbers)}", "choices": choices}
+
+    def _asked(self, prompt: list[int]) -> str:
+        """Returns the last message of the user."""
+        text = self.tokenizer.decode(prompt, skip_special_tokens=False)
+        return str(text).rpartition(f"{START}user\n")[2].partition(END)[0]
 
     def _samples(
         self, body: dict[str, Any], prompt: list[int], asked: str
@@ -149,6 +166,11 @@ def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
     return [one for letter in letters for one in tokenizer.encode(letter).ids]
 
 
+def _completion_logprobs(ids: list[int]) -> dict[str, Any]:
+    tokens = [f"token_id:{one}" for one in ids]
+    return {"tokens": tokens, "token_logprobs": [_LOGPROB] * len(ids)}
+
+
 def _logprobs(ids: list[int]) -> dict[str, Any]:
     entry: dict[str, Any] = {"logprob": _LOGPROB, "bytes": None, "top_logprobs": []}
     return {"content": [{"token": f"token_id:{one}", **entry} for one in ids]}
@@ -164,6 +186,9 @@ async def serving(engine: Engine) -> AsyncIterator[str]:
     async def generate(request: web.Request) -> web.Response:
         return web.json_response(engine.generate(await request.json()))
 
+    async def complete(request: web.Request) -> web.Response:
+        return web.json_response(engine.complete(await request.json()))
+
     async def models(_request: web.Request) -> web.Response:
         entry = {"id": "policy", "object": "model", "owned_by": "", "max_model_len": CONTEXT}
         return web.json_response({"object": "list", "data": [entry]})
@@ -173,6 +198,7 @@ async def serving(engine: Engine) -> AsyncIterator[str]:
 
     routes = {
         ("POST", "/v1/chat/completions"): chat,
+        ("POST", "/v1/completions"): complete,
         ("POST", "/inference/v1/generate"): generate,
         ("GET", "/v1/models"): models,
         ("GET", "/health"): health,

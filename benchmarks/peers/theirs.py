@@ -1,12 +1,15 @@
 """The records of other servers, read by their own documented routes."""
 
+import base64
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
+import numpy as np
+import numpy.typing as npt
 from aiohttp import web
 
 from benchmarks.peers.door import Record, listening, span
@@ -154,6 +157,66 @@ class OpenEnv(Theirs):
             )
         labels += [*found["validation"], *findings]
         return {"token_ids": found["input_ids"], "labels": labels, "sampled": spans}
+
+
+@dataclass
+class AReaL(Theirs):
+    """AReaL's data proxy: the tensors of a trajectory, joined."""
+
+    version: int = 0
+
+    async def open(self, _sampling: Record) -> Record:
+        """Starts a session."""
+        self.begin()
+        made = await self.call("POST", "/rl/start_session", {"task_id": "conformance"})
+        (session,) = made["sessions"]
+        key = session["session_api_key"]
+        return {"id": f"{session['session_id']} {key}", "base_url": self.url, "key": key}
+
+    async def renew(self) -> bool:
+        """Tells the version of the engine."""
+        self.version += 1
+        await self.call("POST", "/set_version", {"version": self.version})
+        return True
+
+    async def close(self, session_id: str) -> Record:
+        """Rewards the session, which ends its trajectory, and reads the tensors.
+
+        A session without an answer has no trajectory.
+        """
+        session, _, key = session_id.rpartition(" ")
+        rewarded = {"authorization": f"Bearer {key}"}
+        answer = await self.http.post(
+            f"{self.url}/rl/set_reward", json={"reward": 1.0}, headers=rewarded
+        )
+        if answer.status_code == 400:
+            return self.record([])
+        wanted = {"session_ids": [session], "style": "concat"}
+        found = (await self.call("POST", "/export_trajectories", wanted))["traj"]
+        tensors = {name: await self._tensor(one) for name, one in found.items()}
+        return self.record([_leaf(tensors, at) for at in range(len(tensors["input_ids"]))])
+
+    async def _tensor(self, found: Any) -> npt.NDArray[Any]:
+        shard = found["data"]["shard"]["data"]["shard_id"]
+        one = await self.call("GET", f"/data/{shard}")
+        raw = np.frombuffer(base64.b64decode(one["data"]), one["dtype"].removeprefix("torch."))
+        return raw.reshape(one["shape"])
+
+
+def _leaf(tensors: Mapping[str, npt.NDArray[Any]], at: int) -> Record:
+    """Returns a row of the batch: its answers are what the loss mask has."""
+    edges = np.flatnonzero(np.diff(tensors["loss_mask"][at], prepend=0, append=0)).reshape(-1, 2)
+    spans = [
+        span(
+            start,
+            end,
+            tensors["logprobs"][at][start:end].tolist(),
+            version=str(tensors["versions"][at][start]),
+        )
+        for start, end in edges.tolist()
+    ]
+    ids = tensors["input_ids"][at][: tensors["attention_mask"][at].sum()].tolist()
+    return {"token_ids": ids, "labels": [f"leaf {at}"] if at else [], "sampled": spans}
 
 
 class Verifiers(Theirs):

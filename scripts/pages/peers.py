@@ -13,7 +13,7 @@ from rollmesh.conformance.training.records import RECORDS
 from scripts.pages.conformance import cell
 
 RESULTS = Path(__file__).parents[2] / "docs" / "conformance"
-_ORDER = ("rollmesh", "rllm", "agent-lightning", "openenv", "verifiers", "litellm", "vllm")
+_ORDER = ("rollmesh", "rllm", "agent-lightning", "openenv", "verifiers", "areal", "litellm", "vllm")
 _INTRO = """# Training records at other servers
 
 The checks `training.records` of the [conformance kit](conformance.md) compare the record of a
@@ -25,18 +25,19 @@ A proxy runs in front of an engine that follows a script and answers as vLLM doe
 Encoding the text of its answers gives the sampled tokens again, except where `other-ids` asks for
 others. So no other split comes from the tokenizer. The engine of rollmesh follows the same script.
 `vllm serve` is an engine itself, and runs a small random model on the CPU. Free samples of such a
-model are rarely encoded as they were sampled, and then `one-sequence` fails. It is a fault of the
-model that `other-ids` already shows. So each request has `structured_outputs` and
-`allowed_token_ids`: the model samples numbers of three digits, which are one token each, and ends
-its turn.
+model are rarely encoded as they were sampled, and then `one-sequence` fails for the reason that
+`other-ids` shows. So `structured_outputs` and `allowed_token_ids` hold the model to numbers of
+three digits, one token each, and the end of its turn.
 
 Any form of record can pass. Rows of one request that continue each other count as one sequence, and
 every finish reason, stop reason, finding, role or later branch in the record counts as a label.
 *Not seen* means that the server or its engine gave no occasion.
 
 verifiers opens a session in its own process, so `benchmarks/peers/intercept.py` does that by HTTP.
-Its sessions are trained with the sampling parameters of the session, not of the agent: each session
-has those that the agent sends. It speaks to the engine in token ids, and prints prompts by itself.
+It samples by the parameters of the session, not of the agent, so each session has the agent's.
+verifiers and AReaL render prompts by themselves, and ask the engine in token ids. The data proxy of
+AReaL runs with the transformers of its own requirements, beside the torch of rollmesh. It exports
+the leaves of a session's tree: those after the first count as later branches.
 """
 _NOT_TRIED = """
 ## Not tried
@@ -47,8 +48,16 @@ _NOT_TRIED = """
 - rLLM's cumulative token mode, which release 0.1.0 does not have.
 - A real engine behind the proxies. The other checks of the kit were run at `vllm serve`
   ([conformance](conformance.md)), and not at the proxies.
-- The semantic edges of verifiers, by which its own harnesses declare compactions and sub-agents.
-- Polar, slime, miles, AReaL, NeMo Gym, SkyRL, Dressage and uni-agent were not installed.
+- The semantic edges of verifiers: its own harnesses declare compactions and sub-agents by them.
+- AReaL 2: PyPI has 1.0.4. Its mode `hf`: `concat` keeps the sampled ids, and ignores stop strings.
+- NeMo Gym 0.7.0: it needs Python 3.13.14. Release 0.4.0, the newest for older ones, was installed
+  and has no capture of token ids.
+- The capture proxy of tinker-cookbook 0.6.1 was installed. It samples by the Tinker service only.
+- OpenPipe ART 0.5.23 was installed. It records in the agent's own process, and has no proxy.
+- SkyRL 0.4.0 was installed. Its servers route to engines, and its generator records.
+- smg 1.13.0 and vllm-router 0.1.17 route and record nothing.
+- Polar, slime, miles, prime-rl, Dressage and uni-agent are not on PyPI. Other projects have some of
+  these names.
 """
 
 

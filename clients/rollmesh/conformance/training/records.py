@@ -210,7 +210,7 @@ async def _choices(server: Server) -> None:
     async with episode(server) as found:
         opening = user("Two choices. What is 6 times 7?")
         answer = await found.post(opening, n=2)
-        if 400 <= answer.status < 500:
+        if answer.status != 200:
             return
         body = answer.body()
         need(len(body.get("choices") or ()) == 2, "n=2 is answered with another number of choices")
