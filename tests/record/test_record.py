@@ -1,7 +1,6 @@
 """The record as files: lossless, and read by what people read Parquet with."""
 
 import json
-from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from datetime import date
 from pathlib import Path
@@ -15,6 +14,7 @@ from rollmesh.client import Client, SessionResult, SubscribeOptions
 from rollmesh.record import read_sessions
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import InvalidFieldError, SessionDamagedError
+from rollmesh.runtime.runs import number_of
 from rollmesh.v1 import collector_pb2 as pb, sampling_pb2, session_pb2, trajectory_pb2
 from tests.collector.records import (
     add_columns,
@@ -191,13 +191,48 @@ def test_the_last_annotation_of_a_name_counts(tmp_path: Path) -> None:
         assert [one.split("/")[0] for one in writer.commit()] == ["annotations"]
         writer.change(session, [annotation("advantages", 3, 4), first[1]])
         assert writer.is_empty
-    found = dict(zip_ids(read_stored(tmp_path, [])))
+    found = {one.session.session_id: one.annotations for one in read_stored(tmp_path, [])}
     assert found == {"sampled": [annotation("advantages", 3, 4), first[1]], "other": []}
     assert len(list(read_records(tmp_path))) == 2
 
 
-def zip_ids(stored: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Any]]:
-    return ((session.session_id, annotations) for session, annotations in stored)
+def taught(model: str, version: int, top_k: int = 0) -> pb.TrajectoryScores:
+    """Scores of the four sampled tokens."""
+    values = np.arange(4 * max(top_k, 1))
+    scores = trajectory_pb2.TeacherScores(
+        model=model,
+        policy_version=number_of(3, version),
+        start=2,
+        logprobs_f32le=(-values[:4] / 3).astype("<f4").tobytes(),
+    )
+    if top_k:
+        scores.top_ids_u32le = values.astype("<u4").tobytes()
+        scores.top_logprobs_f32le = (-values / 7).astype("<f4").tobytes()
+    return pb.TrajectoryScores(trajectory_id="sampled-1", scores=scores)
+
+
+def test_scores_of_teachers_are_kept_by_model_and_width(tmp_path: Path) -> None:
+    session = every_kind()[0]
+    given = [taught("a", 1), taught("a", 1, 3), taught("b", 2)]
+    with Writer(tmp_path) as writer:
+        writer.add(session)
+        writer.change(session, (), given)
+        writer.commit()
+        writer.change(session, (), [taught("a", 7), *given[1:]])
+        writer.commit()
+    copy = tmp_path / "copy"
+    with Writer(copy) as writer:
+        for one in read_stored(tmp_path, []):
+            writer.add(one.session)
+            writer.change(*one)
+        writer.commit()
+    (tmp_path / "_index.sqlite").unlink()
+    with Writer(tmp_path) as writer:
+        writer.change(session, (), [taught("a", 7), *given[1:]])
+        assert writer.is_empty
+    (kept,) = read_stored(copy, [])
+    assert kept.session == session
+    assert list(kept.scores) == [taught("a", 7), *given[1:]]
 
 
 def test_an_index_made_again_knows_late_values(tmp_path: Path) -> None:
@@ -319,9 +354,22 @@ def test_a_session_that_comes_again_adds_only_its_rewards(tmp_path: Path) -> Non
     session.trajectories[0].segments[1].reward = -1.0
     write(tmp_path, session)
     assert list(read_records(tmp_path)) == [session]
+    assert len(list(tmp_path.glob("rewards/*/*.parquet"))) == 1
     (tmp_path / "_index.sqlite").unlink()  # made again of the files
     write(tmp_path, session)
     assert list(read_records(tmp_path)) == [session]
+    assert len(list(tmp_path.glob("rewards/*/*.parquet"))) == 1
+
+
+def test_an_index_made_again_knows_the_rewards_of_deliveries(tmp_path: Path) -> None:
+    session = every_kind()[0]
+    session.trajectories[0].reward = 0.5
+    write(tmp_path, session)
+    (tmp_path / "_index.sqlite").unlink()
+    with Writer(tmp_path) as writer:
+        writer.add(session)
+        writer.change(session)
+        assert writer.is_empty
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ async def _read_changes(writer: Writer, client: Client, most_bytes: int) -> None
             _log.warning("late rewards and annotations wait", extra=fields(error=str(error)))
             return
         for one in found:
-            await asyncio.to_thread(writer.change, one.session, one.annotations)
+            await asyncio.to_thread(writer.change, one.session, one.annotations, one.scores)
             writer.place = one.resume_token
         if len(found) < _CHANGES:
             return

@@ -3,17 +3,17 @@
 import argparse
 import os
 import sys
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 from rollmesh.mesh.directory import CollectorDirectory
 from rollmesh.record import aside
 from rollmesh.record.atif import write_documents
 from rollmesh.record.otel import send_spans, write_spans
 from rollmesh.record.rows import NO_MESSAGES, Decoder, decoder, write_rows
+from rollmesh.record.tables import Stored
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.codec.enums import summary_of
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError, TracesConfig
@@ -21,8 +21,6 @@ from rollmesh.v1 import collector_pb2, session_pb2
 
 _SELECTED = ("run_id", "group_id", "model", "outcome", "purpose")
 """The flags that select sessions, by the names of `summary_of`."""
-_Stored: TypeAlias = tuple[session_pb2.SessionRecord, Iterable[collector_pb2.Annotation]]
-"""A session and its annotations."""
 ROLL_SESSIONS, ROLL_BYTES = 10_000, 128 * 2**20
 """The size at which files of a record are finished."""
 
@@ -99,7 +97,7 @@ async def _export(options: argparse.Namespace) -> list[str]:
         if options.format == "record":
             refused = await _write_record(chosen, options.to)
             return damaged + refused
-        sessions = (session async for session, _ in chosen)
+        sessions = (one.session async for one in chosen)
         if options.format == "otel":
             await _write_spans(sessions, options)
             return damaged
@@ -131,7 +129,7 @@ async def _write_atif(
     print(f"{count} sessions, {documents} documents: {to}")
 
 
-async def _write_record(sessions: AsyncGenerator[_Stored], to: Path) -> list[str]:
+async def _write_record(sessions: AsyncGenerator[Stored], to: Path) -> list[str]:
     """Writes a record. Returns a line about sessions set aside."""
     if to.suffix in {".jsonl", ".parquet"}:
         raise ConfigError(f"to: {to} is a file; give a folder, or --format rows")
@@ -139,9 +137,9 @@ async def _write_record(sessions: AsyncGenerator[_Stored], to: Path) -> list[str
 
     count = files = refused = 0
     with Writer(to) as writer:
-        async for session, annotations in sessions:
-            writer.add(session)
-            writer.change(session, annotations)
+        async for one in sessions:
+            writer.add(one.session)
+            writer.change(*one)
             count += 1
             if writer.sessions >= ROLL_SESSIONS or writer.bytes >= ROLL_BYTES:
                 refused += len(writer.refused)
@@ -169,7 +167,7 @@ async def _write_spans(
     print(f"{count} spans: {options.to}")
 
 
-async def _stored(options: argparse.Namespace, damaged: list[str]) -> AsyncGenerator[_Stored]:
+async def _stored(options: argparse.Namespace, damaged: list[str]) -> AsyncGenerator[Stored]:
     """Yields the sessions of a collector's store. Any collector does, as they have one."""
     request = collector_pb2.ReadSessionsRequest(
         session_id=options.session, consumer=options.consumer
@@ -182,28 +180,28 @@ async def _stored(options: argparse.Namespace, damaged: list[str]) -> AsyncGener
                 if response.damaged_session_id:
                     damaged.append(f"session {response.damaged_session_id} is damaged; left out")
                 else:
-                    yield response.session, response.annotations
+                    yield Stored(response.session, response.annotations, response.scores)
     finally:
         await collectors.aclose()
 
 
-async def _recorded(options: argparse.Namespace, damaged: list[str]) -> AsyncGenerator[_Stored]:
+async def _recorded(options: argparse.Namespace, damaged: list[str]) -> AsyncGenerator[Stored]:
     from rollmesh.record.files import read_stored
 
-    for session, annotations in read_stored(options.record, damaged):
-        if options.session in ("", session.session_id):
-            yield session, annotations
+    for one in read_stored(options.record, damaged):
+        if options.session in ("", one.session.session_id):
+            yield one
 
 
 async def _chosen(
-    sessions: AsyncGenerator[_Stored], options: argparse.Namespace
-) -> AsyncGenerator[_Stored]:
+    sessions: AsyncGenerator[Stored], options: argparse.Namespace
+) -> AsyncGenerator[Stored]:
     wanted = {name: value for name in _SELECTED if (value := getattr(options, name))}
     async with aclosing(sessions):
-        async for session, annotations in sessions:
-            summary = summary_of(session)
+        async for one in sessions:
+            summary = summary_of(one.session)
             if all(summary[name] == value for name, value in wanted.items()):
-                yield session, annotations
+                yield one
 
 
 if __name__ == "__main__":

@@ -26,22 +26,33 @@ from pyarrow import compute, parquet
 
 from rollmesh.record import aside, images
 from rollmesh.record.schema import VERSION, VERSION_KEY, schema_of
-from rollmesh.record.tables import Tables, record_of, tables_of, with_versions
+from rollmesh.record.tables import Stored, Tables, record_of, tables_of, with_versions
 from rollmesh.runtime import clock, owner_only
 from rollmesh.runtime.codec.records import apply_rewards
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionDamagedError
-from rollmesh.v1 import collector_pb2, session_pb2
+from rollmesh.runtime.runs import number_of, run_of, version_of
+from rollmesh.v1 import collector_pb2, session_pb2, trajectory_pb2
 
 _Row: TypeAlias = dict[str, Any]
 _LOCK, _INDEX, _WRITING, _IMAGES = "_lock", "_index.sqlite", "_writing", "images"
 PARTS = ("nodes", "trajectories")
 """The files of these tables are renamed before the files of `COMMITS`."""
-LATE = ("rewards", "annotations")
-"""Tables of late values: rewards and annotations."""
+LATE = ("rewards", "annotations", "scores")
+"""Tables of late values."""
 COMMITS = ("sessions", *LATE)
 _NAMES = "date=*/[0-9]*-????????.parquet"
-_ARRAYS = ("token_ids", "logprobs", "loss_mask", "values")
+_ARRAYS = ("token_ids", "logprobs", "loss_mask", "values", "top_ids", "top_logprobs")
+_LATE_VALUES = {
+    "rewards": ("reward", "trajectory_rewards", "turn_rewards"),
+    "annotations": ("values",),
+    "scores": ("policy_version", "policy_run", "start", "logprobs", "top_ids", "top_logprobs"),
+}
+"""The columns by whose values rows of a key differ."""
+_LATE_KEYS = {
+    "annotations": ("trajectory_id", "name"),
+    "scores": ("trajectory_id", "model", "top_k"),
+}
 _OF_SPANS = {"policy_versions", "policy_runs"}
 """Columns for other readers. A session is read by its spans."""
 _UNWRITABLE = (
@@ -143,29 +154,34 @@ class Writer:
     def change(
         self,
         session: session_pb2.SessionRecord,
-        annotations: Iterable[collector_pb2.Annotation],
+        annotations: Iterable[collector_pb2.Annotation] = (),
+        scores: Iterable[collector_pb2.TrajectoryScores] = (),
     ) -> None:
-        """Adds the rewards and annotations of a session that the record does not have.
+        """Adds the rewards, annotations and scores of a session that the record does not have.
 
         Args:
             session: The session as it is in the store, with or without arrays.
             annotations: All of its annotations.
+            scores: All scores of teachers.
         """
         day = _day(session.closed_unix_ms)
         self._add_late("rewards", day, _rewards(session), was_read=True)
         for one in annotations:
             self.bytes += one.ByteSize()
             self._add_late("annotations", day, _annotation(session.session_id, one), was_read=True)
+        for each in scores:
+            self.bytes += each.ByteSize()
+            self._add_late("scores", day, _scores(session.session_id, each), was_read=True)
 
     def _add_late(self, table: str, day: str, row: _Row, *, was_read: bool) -> None:
         last = self._last(row["session_id"], _kind(table, row))
-        digest = _digest(row)
+        digest = _digest(table, row)
         if digest != (last.digest if last else _NO_REWARDS):
             self._rows.setdefault((table, day), []).append(row)
         self._note(table, row, was_read=was_read)
 
     def _note(self, table: str, row: _Row, *, was_read: bool) -> None:
-        self._late[row["session_id"], _kind(table, row)] = _Last(_digest(row), was_read)
+        self._late[row["session_id"], _kind(table, row)] = _Last(_digest(table, row), was_read)
 
     def _last(self, session_id: str, kind: str) -> _Last | None:
         if (last := self._late.get((session_id, kind))) is not None:
@@ -329,6 +345,9 @@ class Writer:
                 ids: list[str] = []
                 if table == "sessions":
                     ids = _ids_in(path)
+                    for row in _delivered_rewards(path):
+                        if self._last(row["session_id"], "rewards") is None:
+                            self._note("rewards", row, was_read=False)
                 else:
                     for row in _read(path).to_pylist():
                         self._note(table, row, was_read=True)
@@ -371,6 +390,26 @@ def _rewards(record: session_pb2.SessionRecord) -> _Row:
     }
 
 
+def _delivered_rewards(path: Path) -> Iterator[_Row]:
+    """Yields the rows of rewards with which the sessions of a file were delivered."""
+    parts: dict[str, dict[str, list[_Row]]] = {}
+    for table, of, id_ in (
+        ("trajectories", "trajectory_rewards", "trajectory_id"),
+        ("nodes", "turn_rewards", "node_id"),
+    ):
+        file = path.parents[2] / table / path.parent.name / path.name
+        columns = ["session_id", id_, "reward"]
+        rows = parquet.ParquetFile(file).read(columns).to_pylist() if file.exists() else ()
+        for row in rows:
+            if row["reward"] is not None:
+                found = parts.setdefault(row["session_id"], {}).setdefault(of, [])
+                found.append({id_: row[id_], "reward": row["reward"]})
+    for row in parquet.ParquetFile(path).read(["session_id", "reward"]).to_pylist():
+        yield (
+            row | {"trajectory_rewards": [], "turn_rewards": []} | parts.get(row["session_id"], {})
+        )
+
+
 def _annotation(session_id: str, one: collector_pb2.Annotation) -> _Row:
     return {
         "session_id": session_id,
@@ -381,23 +420,45 @@ def _annotation(session_id: str, one: collector_pb2.Annotation) -> _Row:
     }
 
 
+def _scores(session_id: str, one: collector_pb2.TrajectoryScores) -> _Row:
+    found = one.scores
+    logprobs = np.frombuffer(found.logprobs_f32le, "<f4")
+    top_ids = np.frombuffer(found.top_ids_u32le, "<u4")
+    return {
+        "session_id": session_id,
+        "recorded_unix_ms": clock.unix_ms(),
+        "trajectory_id": one.trajectory_id,
+        "model": found.model,
+        "policy_version": version_of(found.policy_version),
+        "policy_run": run_of(found.policy_version),
+        "start": found.start,
+        "logprobs": logprobs,
+        "top_k": len(top_ids) // max(len(logprobs), 1),
+        "top_ids": top_ids,
+        "top_logprobs": np.frombuffer(found.top_logprobs_f32le, "<f4"),
+    }
+
+
 def _kind(table: str, row: _Row) -> str:
-    """Returns the key of a row in its session: rewards, or the name of an annotation."""
-    return table if table == "rewards" else f"{table}/{row['trajectory_id']}/{row['name']}"
+    """Returns the key of a late row in its session."""
+    return "/".join([table, *(str(row[name]) for name in _LATE_KEYS.get(table, ()))])
 
 
-def _digest(row: _Row) -> bytes:
-    """Returns a digest of a row's values."""
-    if "values" in row:
-        values = np.asarray(row["values"], "<f4")
-        data = np.where(np.isnan(values), np.float32(np.nan), values).tobytes()
-    else:
-        parts = (row[name] for name in ("reward", "trajectory_rewards", "turn_rewards"))
-        data = json.dumps(list(parts)).encode()
-    return blake2b(data, digest_size=16).digest()
+def _digest(table: str, row: _Row) -> bytes:
+    """Returns a digest of a row's values, as they are written or read."""
+    digest = blake2b(digest_size=16)
+    for name in _LATE_VALUES[table]:
+        value = row[name]
+        if name in _ARRAYS:
+            values = np.asarray(value, "<u4" if name == "top_ids" else "<f4")
+            digest.update(np.where(np.isnan(values), np.float32(np.nan), values).tobytes())
+        else:
+            parts = sorted(map(json.dumps, value)) if isinstance(value, list) else value
+            digest.update(json.dumps(parts).encode())
+    return digest.digest()
 
 
-_NO_REWARDS = _digest({"reward": None, "trajectory_rewards": [], "turn_rewards": []})
+_NO_REWARDS = _digest("rewards", {"reward": None, "trajectory_rewards": [], "turn_rewards": []})
 
 
 def _day(unix_ms: int) -> str:
@@ -431,15 +492,30 @@ def read_records(
     return (record for _, record in _read_records(Path(folder), days, damaged))
 
 
-def read_stored(
-    folder: Path, damaged: list[str]
-) -> Iterator[tuple[session_pb2.SessionRecord, list[collector_pb2.Annotation]]]:
-    """Yields the sessions of a record with their annotations, as `read_records`."""
-    annotations: dict[str, list[collector_pb2.Annotation]] = {}
+def read_stored(folder: Path, damaged: list[str]) -> Iterator[Stored]:
+    """Yields the sessions of a record with their late values, as `read_records`."""
     for of_file, records in groupby(_read_records(folder, ["", "9999"], damaged), itemgetter(0)):
-        annotations = read_annotations(of_file, _ids_in(of_file))
+        ids = _ids_in(of_file)
+        annotations = read_annotations(of_file, ids)
+        scores = {
+            id_: [_as_scores(row) for row in rows]
+            for id_, rows in _read_late("scores", of_file, ids).items()
+        }
         for _, record in records:
-            yield record, annotations.get(record.session_id, [])
+            id_ = record.session_id
+            yield Stored(record, annotations.get(id_, []), scores.get(id_, []))
+
+
+def _as_scores(row: _Row) -> collector_pb2.TrajectoryScores:
+    found = trajectory_pb2.TeacherScores(
+        model=row["model"],
+        policy_version=number_of(row["policy_run"], row["policy_version"]),
+        start=row["start"],
+        logprobs_f32le=np.asarray(row["logprobs"], "<f4").tobytes(),
+        top_ids_u32le=np.asarray(row["top_ids"], "<u4").tobytes(),
+        top_logprobs_f32le=np.asarray(row["top_logprobs"], "<f4").tobytes(),
+    )
+    return collector_pb2.TrajectoryScores(trajectory_id=row["trajectory_id"], scores=found)
 
 
 def _read_records(
@@ -485,19 +561,32 @@ def read_annotations(
         path: A file of `sessions`.
         session_ids: The sessions.
     """
+    return {
+        id_: [
+            collector_pb2.Annotation(
+                name=row["name"],
+                trajectory_id=row["trajectory_id"],
+                values_f32le=np.asarray(row["values"], "<f4").tobytes(),
+            )
+            for row in rows
+        ]
+        for id_, rows in _read_late("annotations", path, session_ids).items()
+    }
+
+
+def _read_late(table: str, path: Path, session_ids: Collection[str]) -> dict[str, list[_Row]]:
+    """Returns the last rows of late values of sessions of a file, by session."""
     root, day = path.parents[2], path.parent.name.removeprefix("date=")
-    last: dict[tuple[str, str, str], _Row] = {}
-    for file in _files(root, "annotations", [day, day]):
+    last: dict[tuple[str, str], _Row] = {}
+    for file in _files(root, table, [day, day]):
         rows = _by_session(file, *(session_ids if len(session_ids) == 1 else ()))
         for row in chain.from_iterable(rows.get(one, ()) for one in session_ids):
-            key = row["session_id"], row["trajectory_id"], row["name"]
+            key = row["session_id"], _kind(table, row)
             if last.setdefault(key, row)["recorded_unix_ms"] <= row["recorded_unix_ms"]:
                 last[key] = row
-    found: dict[str, list[collector_pb2.Annotation]] = {}
-    for (of, trajectory_id, name), row in sorted(last.items(), key=itemgetter(0)):
-        data = np.asarray(row["values"], "<f4").tobytes()
-        one = collector_pb2.Annotation(name=name, trajectory_id=trajectory_id, values_f32le=data)
-        found.setdefault(of, []).append(one)
+    found: dict[str, list[_Row]] = {}
+    for (id_, _), row in sorted(last.items(), key=itemgetter(0)):
+        found.setdefault(id_, []).append(row)
     return found
 
 

@@ -174,6 +174,19 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("name", _TEXT, "name of the numbers"),
         Column("values", arrow.list_(arrow.float32()), "one for each of its tokens. NaN is none"),
     ),
+    "scores": (
+        Column("session_id", _TEXT, "the session"),
+        Column("recorded_unix_ms", _LONG, "when it was written. The last row of a teacher counts"),
+        Column("trajectory_id", _TEXT, "the trajectory"),
+        Column("model", _TEXT, "name of the teacher"),
+        Column("policy_version", _LONG, "version of its weights"),
+        Column("policy_run", _LONG, "run of its weights"),
+        Column("start", _WHOLE, "index of the first token with a score"),
+        Column("logprobs", arrow.list_(arrow.float32()), "of each token from there on, nats"),
+        Column("top_k", _WHOLE, "number of most likely ids at each position"),
+        Column("top_ids", arrow.list_(_WHOLE), "those ids, position by position"),
+        Column("top_logprobs", arrow.list_(arrow.float32()), "of those ids, nats"),
+    ),
 }
 """The columns of each table."""
 

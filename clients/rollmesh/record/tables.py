@@ -21,7 +21,7 @@ from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_tokens
 from rollmesh.runtime.codec.enums import name_of, plain
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.runs import number_of, run_of, version_of
-from rollmesh.v1 import chat_pb2, sampling_pb2, session_pb2, trajectory_pb2
+from rollmesh.v1 import chat_pb2, collector_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from rollmesh.v1.sampling_pb2 import TokenColumn
 
 TREE, TRAJECTORIES = "TREE", "TRAJECTORIES"
@@ -45,6 +45,14 @@ _KIND = sampling_pb2.ColumnKind.DESCRIPTOR
 _LOGPROBS = sampling_pb2.LogprobsMode.DESCRIPTOR
 _SPAN = ("engine_id", "numerics_id", "adapter")
 _COLUMN = ("start", "rows", "value_bytes", "data", "engine_id", "numerics_id")
+
+
+class Stored(NamedTuple):
+    """A session with its late values."""
+
+    session: session_pb2.SessionRecord
+    annotations: Sequence[collector_pb2.Annotation]
+    scores: Sequence[collector_pb2.TrajectoryScores]
 
 
 class Tables(NamedTuple):

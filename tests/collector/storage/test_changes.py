@@ -4,7 +4,7 @@ import pytest
 
 from rollmesh.collector import Store
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import session_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2
 from tests.collector.records import record
 from tests.collector.storage.test_annotations import annotation
 from tests.collector.stores import KEEP, Reader, fill
@@ -28,6 +28,16 @@ async def test_a_session_is_listed_once_in_the_order_of_the_last_changes(store: 
     assert await changed(store) == ["b", "a"]
     await store.set_rewards("b", REWARDS, "2", 0)
     assert await changed(store, token) == ["a", "b"]
+
+
+async def test_scores_of_a_teacher_are_a_change_and_a_refusal_is_none(store: Store) -> None:
+    await fill(store, [record("a"), record("b")])
+    await store.add_scores(pb.Teacher(model="t", top_k=2), ("a", 0), b"")
+    await store.add_scores(pb.Teacher(model="t"), ("b", 0), b"scores")
+    await store.add_scores(pb.Teacher(model="s"), ("b", 0), b"others")
+    assert await changed(store) == ["b"]
+    assert await store.scores("a") == []
+    assert await store.scores("b") == [(0, b"others"), (0, b"scores")]
 
 
 async def test_rewards_that_a_session_waits_for_are_no_change(store: Store) -> None:

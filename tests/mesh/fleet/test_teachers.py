@@ -154,6 +154,19 @@ async def test_sessions_and_groups_come_with_scores_and_each_is_scored_once(
         for session in wider:
             await check(client, session, 0)
         assert all(one.teacher is None for session in plain for one in session.trajectories)
+        changed = await client.changed_sessions()
+        stored = {
+            (one.trajectory_id, bool(one.scores.top_ids_u32le)): one.scores.logprobs_f32le
+            for each in changed
+            for one in each.scores
+        }
+        assert stored == {
+            (one.trajectory_id, is_wide): one.teacher.logprobs[one.teacher.start :].tobytes()
+            for is_wide, sessions in ((True, by_session), (False, wider))
+            for session in sessions
+            for one in session.trajectories
+            if one.teacher is not None
+        }
     assert await scored(school) == 8  # 4 trajectories for each top_k
 
 

@@ -2304,6 +2304,7 @@ class ReadSessionsResponse(_message.Message):
     DAMAGED_SESSION_ID_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     ANNOTATIONS_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
     damaged_session_id: _builtins.str
     """Id of a stored session that cannot be read, empty if it can."""
     resume_token: _builtins.str
@@ -2316,6 +2317,10 @@ class ReadSessionsResponse(_message.Message):
     def annotations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Annotation]:
         """What trainers wrote back for its tokens, by trajectory and name. Empty without arrays."""
 
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectoryScores]:
+        """The scores of the teachers of consumers, by trajectory. Empty without arrays."""
+
     def __init__(
         self,
         *,
@@ -2323,14 +2328,43 @@ class ReadSessionsResponse(_message.Message):
         damaged_session_id: _builtins.str = ...,
         resume_token: _builtins.str = ...,
         annotations: _abc.Iterable[Global___Annotation] | None = ...,
+        scores: _abc.Iterable[Global___TrajectoryScores] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["annotations", b"annotations", "damaged_session_id", b"damaged_session_id", "resume_token", b"resume_token", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["annotations", b"annotations", "damaged_session_id", b"damaged_session_id", "resume_token", b"resume_token", "scores", b"scores", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadSessionsResponse: _TypeAlias = ReadSessionsResponse  # noqa: Y015
+
+@_typing.final
+class TrajectoryScores(_message.Message):
+    """The scores of a trajectory by a teacher."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    trajectory_id: _builtins.str
+    """Id of the trajectory."""
+    @_builtins.property
+    def scores(self) -> _trajectory_pb2.TeacherScores:
+        """Its scores."""
+
+    def __init__(
+        self,
+        *,
+        trajectory_id: _builtins.str = ...,
+        scores: _trajectory_pb2.TeacherScores | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrajectoryScores: _TypeAlias = TrajectoryScores  # noqa: Y015
 
 @_typing.final
 class ReadChangesRequest(_message.Message):
@@ -2363,6 +2397,7 @@ class ReadChangesResponse(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     ANNOTATIONS_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
     resume_token: _builtins.str
     """The place after this change, for the `resume_token` of a request."""
     @_builtins.property
@@ -2373,16 +2408,21 @@ class ReadChangesResponse(_message.Message):
     def annotations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Annotation]:
         """The numbers of trainers for its tokens, by trajectory and name."""
 
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectoryScores]:
+        """The scores of the teachers of consumers, by trajectory."""
+
     def __init__(
         self,
         *,
         session: _session_pb2.SessionRecord | None = ...,
         resume_token: _builtins.str = ...,
         annotations: _abc.Iterable[Global___Annotation] | None = ...,
+        scores: _abc.Iterable[Global___TrajectoryScores] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["annotations", b"annotations", "resume_token", b"resume_token", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["annotations", b"annotations", "resume_token", b"resume_token", "scores", b"scores", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

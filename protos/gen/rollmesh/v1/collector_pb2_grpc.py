@@ -337,8 +337,8 @@ class CollectorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadChanges(self, request, context):
-        """Reads the stored sessions whose rewards or annotations were set after they could be delivered, in the
-        order of their last change. The stream ends with the last one. Consumers are not affected.
+        """Reads the stored sessions whose rewards, annotations or scores of teachers were set after they could
+        be delivered, in the order of their last change. The stream ends with the last one. Consumers are not affected.
         Errors: INVALID_ARGUMENT names the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

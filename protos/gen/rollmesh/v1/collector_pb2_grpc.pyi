@@ -140,8 +140,8 @@ class CollectorServiceStub:
     Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) if one session is asked for.
     """
     ReadChanges: _grpc.UnaryStreamMultiCallable[_collector_pb2.ReadChangesRequest, _collector_pb2.ReadChangesResponse]
-    """Reads the stored sessions whose rewards or annotations were set after they could be delivered, in the
-    order of their last change. The stream ends with the last one. Consumers are not affected.
+    """Reads the stored sessions whose rewards, annotations or scores of teachers were set after they could
+    be delivered, in the order of their last change. The stream ends with the last one. Consumers are not affected.
     Errors: INVALID_ARGUMENT names the field.
     """
 
@@ -257,8 +257,8 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) if one session is asked for.
     """
     ReadChanges: _aio.UnaryStreamMultiCallable[_collector_pb2.ReadChangesRequest, _collector_pb2.ReadChangesResponse]  # type: ignore[assignment]
-    """Reads the stored sessions whose rewards or annotations were set after they could be delivered, in the
-    order of their last change. The stream ends with the last one. Consumers are not affected.
+    """Reads the stored sessions whose rewards, annotations or scores of teachers were set after they could
+    be delivered, in the order of their last change. The stream ends with the last one. Consumers are not affected.
     Errors: INVALID_ARGUMENT names the field.
     """
 
@@ -497,8 +497,8 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.ReadChangesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_collector_pb2.ReadChangesResponse], _abc.AsyncIterator[_collector_pb2.ReadChangesResponse]]:
-        """Reads the stored sessions whose rewards or annotations were set after they could be delivered, in the
-        order of their last change. The stream ends with the last one. Consumers are not affected.
+        """Reads the stored sessions whose rewards, annotations or scores of teachers were set after they could
+        be delivered, in the order of their last change. The stream ends with the last one. Consumers are not affected.
         Errors: INVALID_ARGUMENT names the field.
         """
 

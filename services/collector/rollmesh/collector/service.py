@@ -55,6 +55,7 @@ from rollmesh.v1 import (
     router_pb2,
     server_pb2,
     session_pb2,
+    trajectory_pb2,
 )
 
 _log = logging.getLogger(__name__)
@@ -390,9 +391,9 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
             consumer = await self.store.consumer(request.consumer)
         if request.session_id:
             session = await self.store.session(request.session_id, arrays=arrays)
-            annotations = await self.store.annotations(request.session_id) if arrays else ()
+            late = await self._late(session) if arrays else {}
             if (kept := kept_of(consumer, session)) is not None:
-                yield pb.ReadSessionsResponse(session=kept, annotations=annotations)
+                yield pb.ReadSessionsResponse(session=kept, **late)
             return
         group, token = _group(request), request.resume_token
         while page := await self.store.sessions_after(token, _READ_PAGE, group):
@@ -408,11 +409,21 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
                 except SessionDamagedError:
                     yield pb.ReadSessionsResponse(damaged_session_id=session_id, resume_token=token)
                     continue
-                annotations = await self.store.annotations(session_id) if arrays else ()
+                late = await self._late(session) if arrays else {}
                 if (kept := kept_of(consumer, session)) is not None:
-                    yield pb.ReadSessionsResponse(
-                        session=kept, resume_token=token, annotations=annotations
-                    )
+                    yield pb.ReadSessionsResponse(session=kept, resume_token=token, **late)
+
+    async def _late(self, session: session_pb2.SessionRecord) -> dict[str, Any]:
+        """Returns the annotations and scores of a session, as the fields of a response."""
+        found = await self.store.scores(session.session_id)
+        scores = [
+            pb.TrajectoryScores(
+                trajectory_id=session.trajectories[at].trajectory_id,
+                scores=trajectory_pb2.TeacherScores.FromString(data),
+            )
+            for at, data in found
+        ]
+        return {"annotations": await self.store.annotations(session.session_id), "scores": scores}
 
     async def ReadChanges(
         self, request: pb.ReadChangesRequest, context: Context
@@ -424,10 +435,8 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
                     session = await self.store.session(session_id, arrays=False)
                 except (SessionUnknownError, SessionDamagedError):  # as since the page was read
                     continue
-                annotations = await self.store.annotations(session_id)
-                yield pb.ReadChangesResponse(
-                    session=session, resume_token=token, annotations=annotations
-                )
+                late = await self._late(session)
+                yield pb.ReadChangesResponse(session=session, resume_token=token, **late)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         stats = await self.store.counts()

@@ -1350,6 +1350,17 @@ def add_scores(tx: Transaction, teacher: pb.Teacher, key: log.RowKey, scores: by
     )
     if added:
         tx.store.resized(tx, len(scores))
+        if scores:
+            _list_change(tx, key[0])
+
+
+def find_scores(tx: Transaction, session_id: str) -> list[tuple[int, bytes]]:
+    """Returns the scores of a session by all teachers, with the index of each trajectory."""
+    rows = tx.db.rows(
+        "SELECT row_index, scores FROM scores WHERE session_id = ?1 ORDER BY row_index, teacher",
+        session_id,
+    )
+    return [(at, bytes(data)) for at, data in rows if data]
 
 
 MOST_ANNOTATIONS = 16
@@ -1739,6 +1750,7 @@ class Store:
     settle = _method(settle)
     unscored = _method(find_unscored, reads=True)
     add_scores = _method(add_scores)
+    scores = _method(find_scores, reads=True)
     seek = _method(seek)
     create_checkpoint = _method(create_checkpoint)
     restore_checkpoint = _method(restore_checkpoint)
