@@ -19,13 +19,14 @@ from benchmarks.chaos.disks import mounted
 from rollmesh.client import Client, MeshAddresses, Observer, Session, Subscription
 from rollmesh.client.observer import __name__ as _observer
 from rollmesh.runtime.access.roles import Role
-from rollmesh.runtime.alarms import Alarm, Limits, raised
+from rollmesh.runtime.alarms import RULES, Alarm, Limits, raised
 from rollmesh.v1 import engine_pb2
 from tests.faults.test_lying_engines import answer
 from tests.locks import Locks
 from tests.meshes import Mesh, scripted_mesh
 from tests.models import make_thinking_dir
 from tests.router.engines import Answers, noting_engine
+from tests.view.test_viewer import viewer
 from tests.waiting import until
 
 QUICK = Limits(patience_s=0.5, session_s=60)
@@ -274,6 +275,52 @@ async def test_a_template_that_rewrites_earlier_turns_is_named(tmp_path: Path) -
 
         alarm = await named(mesh, "history_rewritten", think)
     assert "TEMPLATE_REWRITE" in alarm.message
+
+
+STEPS: dict[str, list[dict[str, float]]] = {
+    "not_finite": [{"loss": float("nan")}],
+    "rewarded_without_tokens": [{"rewarded_untrained_sessions": 2}],
+    "everything_masked": [{"sampled_tokens": 9, "trained_tokens": 0}],
+    "no_variance": [{"compared_groups": 2, "flat_groups": 2}] * 3,
+    "version_stands": [{"policy_version": 7}] * 20,
+    "lag_grows": [{"lag_mean": lag} for lag in (1, 1, 1, 2, 3, 4)],
+    "logprob_difference_grows": [{"logprob_difference_mean": 3.0**at} for at in range(8)],
+}
+"""What trainers report, by the alarm that it raises."""
+
+
+async def test_every_alarm_of_a_trainer_is_named_by_the_doctor_the_metrics_and_the_viewer(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    first = {"collector": {"metrics_port": 0}}
+    async with scripted_mesh(tmp_path, tokenizer_dir, first=first) as mesh:
+        async with mesh.client() as client, AsyncExitStack() as stack:
+            for name, steps in STEPS.items():
+                await stack.enter_async_context(client.subscribe(name, unit="session"))
+                await client.state_dict(name)  # waits for the consumer
+                for at, metrics in enumerate(steps):
+                    await client.report_step(name, at, metrics)
+            async with observed(mesh, QUICK) as observer:
+                found = await observer.watch()
+            assert {one.name: one.where for one in found} == {name: name for name in STEPS}
+            exported = await mesh.processes["collector"].samples("rollmesh_alarm{")
+            labels = {f'rollmesh_alarm{{name="{name}",where="{name}"}}' for name in STEPS}
+            assert exported.keys() == labels
+            async with viewer(mesh) as http:
+
+                async def shown() -> bool:
+                    seen = (await http.get("/api/alarms")).json()["alarms"]
+                    return {one["name"]: one["message"] for one in seen} == {
+                        one.name: one.message for one in found
+                    }
+
+                await until(shown)
+
+
+def test_every_alarm_is_injected_into_a_mesh() -> None:
+    text = Path(__file__).read_text()
+    assert [rule.name for rule in RULES if f'"{rule.name}"' not in text] == []
+    assert STEPS.keys() == {rule.name for rule in RULES if rule.of_steps}
 
 
 # The command.

@@ -18,9 +18,10 @@ import pytest
 from rich.cells import cell_len
 
 from rollmesh.cli.__main__ import main
-from rollmesh.cli.top import Screen, Seen, keys_of, lines, pressed, sessions_of
-from rollmesh.runtime.alarms import Alarm, Labels, Observation, Server
-from rollmesh.v1 import collector_pb2, gateway_pb2, router_pb2
+from rollmesh.cli.top import Screen, Seen, keys_of, lines, pressed, sessions_of, transcript_of
+from rollmesh.runtime.alarms import RULES, Alarm, Labels, Observation, Rule, Server
+from rollmesh.runtime.words import REASONS
+from rollmesh.v1 import collector_pb2, gateway_pb2, router_pb2, trajectory_pb2
 from tests.meshes import Mesh
 from tests.waiting import until
 
@@ -135,6 +136,19 @@ def test_keys_sort_filter_and_open() -> None:
     assert screen is None
 
 
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_every_alarm_is_told_whole_with_its_remedy(rule: Rule) -> None:
+    screen = Screen(opened="alarms", height=60)
+    text = "".join(shown(screen, alarms=[Alarm(rule.name, "here", f"It is so. {rule.remedy}")]))
+    assert f"{rule.name} here: It is so. {rule.remedy}." in " ".join(text.split())
+
+
+def test_a_transcript_tells_the_reasons_of_its_turns() -> None:
+    found = gateway_pb2.GetSessionResponse()
+    found.nodes.add(node_id=4, reasons=[trajectory_pb2.FIDELITY_REASON_ORPHANED])
+    assert f"node 4: ORPHANED. {REASONS['ORPHANED']}" in transcript_of(found)
+
+
 def test_engines_are_sorted() -> None:
     rows = shown(Screen(engine_order=1))
     assert [row[:8] for row in rows if row.startswith("engine-")] == ["engine-1", "engine-0"]
@@ -153,14 +167,16 @@ def test_keys_are_read_as_terminals_send_them() -> None:
 class Terminal:
     """A program in a terminal."""
 
-    def __init__(self, *command: str, width: int = 80, height: int = 24) -> None:
+    def __init__(
+        self, *command: str, width: int = 80, height: int = 24, term: str = "xterm-256color"
+    ) -> None:
         self.primary, secondary = pty.openpty()
         self.resize(width, height)
         os.set_blocking(self.primary, False)
         self.before = termios.tcgetattr(secondary)
         self.process = subprocess.Popen(
             [sys.executable, *command], stdin=secondary, stdout=secondary, stderr=secondary,
-            env={**os.environ, "TERM": "xterm-256color"}, start_new_session=True,
+            env={**os.environ, "TERM": term}, start_new_session=True,
         )  # fmt: skip
         self._secondary = secondary
         self.written = b""
@@ -200,8 +216,8 @@ class Terminal:
 
 
 @asynccontextmanager
-async def top(*flags: str, **size: int) -> AsyncIterator[Terminal]:
-    terminal = Terminal("-m", "rollmesh.cli.top", "--every=0.2", *flags, **size)
+async def top(*flags: str, **given: Any) -> AsyncIterator[Terminal]:
+    terminal = Terminal("-m", "rollmesh.cli.top", "--every=0.2", *flags, **given)
     try:
         yield terminal
     finally:
@@ -235,6 +251,20 @@ async def test_it_sorts_and_opens_a_session_whose_agent_is_hostile(mesh: Mesh) -
             assert await terminal.ended() == 0
     for sequence in (b"\x1b]0;", b"\x07", b"\x1b[2J\x9b", "\x9b".encode(), "\u202e".encode()):
         assert sequence not in terminal.written
+
+
+@pytest.mark.parametrize("term", ["xterm", "vt100", "screen", "linux"])
+async def test_terminals_of_any_kind_show_the_mesh_at_80_columns(mesh: Mesh, term: str) -> None:
+    async with top("--router", mesh.address("router"), term=term) as terminal:
+        await terminal.shows("no alarms", "MEMBER by id", "SESSION by idle", "q quit")
+        terminal.press("q")
+        assert await terminal.ended() == 0
+
+
+async def test_a_terminal_whose_cursor_does_not_move_is_told_of_another_command() -> None:
+    async with top(term="dumb") as terminal:
+        assert await terminal.ended() == 2
+        assert "`rollmesh status` prints the mesh once" in terminal.read()
 
 
 async def test_a_frozen_gateway_delays_no_key(mesh: Mesh) -> None:

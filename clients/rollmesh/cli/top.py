@@ -383,10 +383,11 @@ async def _run(options: argparse.Namespace) -> list[str]:
     """Shows the mesh until `q` or a signal.
 
     Raises:
-        ConfigError: There is no terminal.
+        ConfigError: There is no terminal, or none whose cursor moves.
     """
-    if not sys.stdin.isatty() or not sys.stdout.isatty():
-        raise ConfigError("needs a terminal; `rollmesh status` prints the mesh once")
+    is_dumb = os.environ.get("TERM", "dumb").lower() in ("dumb", "unknown")
+    if is_dumb or not sys.stdin.isatty() or not sys.stdout.isatty():
+        raise ConfigError("needs a terminal (TERM); `rollmesh status` prints the mesh once")
     logging.getLogger().addHandler(logging.NullHandler())  # a log would cover the screen
     addresses = MeshAddresses(
         router=options.router, collector=options.collector, **identity.given(options)
