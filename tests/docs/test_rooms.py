@@ -19,8 +19,8 @@ CEILINGS = {
     "clients/rollmesh/batches": (1_092, 6),
     "clients/rollmesh/integrations": (4_647, 23),
     "clients/rollmesh/launch": (603, 4),
-    "clients/rollmesh/cli": (2_457, 13),
-    "clients/rollmesh/view": (1_797, 8),
+    "clients/rollmesh/cli": (2_458, 13),
+    "clients/rollmesh/view": (1_813, 8),
     "clients/rollmesh/conformance": (4_161, 39),
 }
 """Folder: the most lines and the most files that it may have. Lower them when a room shrinks."""

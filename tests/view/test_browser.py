@@ -140,6 +140,36 @@ async def test_the_mesh_and_the_run_show_alarms_with_their_remedies(shared: Mesh
         await client.delete_consumer("trainer")
 
 
+async def test_runs_and_models_are_side_by_side_with_engines_and_what_consumers_did_not_get(
+    shared: Mesh,
+) -> None:
+    async with shared.client() as client, viewer(shared) as http:
+        for run_id in ("one, with: signs", "two"):
+            await conversation(shared, client, run_id=run_id, group_id=run_id, group_size=1)
+            await listed(http, run_id=run_id)
+        async with client.subscribe("reader", unit="session"), browser(str(http.base_url)) as page:
+            await client.state_dict("reader")  # waits for the consumer
+            await page.open("#/run?run_id=two", "Reward")
+            await page.until("document.querySelector('[name=run_id]').value === 'two'")
+            for label in ("one, with: signs", "policy"):
+                options = "[...document.querySelectorAll('optgroup option')]"
+                option = f"{options}.find(one => one.text === '{label}')"
+                await page.until(f"Boolean({option})")
+                await page.run(
+                    f"(one => {{ one.selected = true; one.closest('select')"
+                    f".dispatchEvent(new Event('change')); }})({option})"
+                )
+                await page.until(f"document.querySelector('.key').textContent.includes('{label}')")
+            names = await page.run("document.querySelector('.key').textContent")
+            assert names == "twoone, with: signspolicy"
+            tables = "[...document.querySelectorAll('table')].map(one => one.innerText).join()"
+            text = await page.run(tables)
+            for shown in ("of ", "reader", "filtered", "leases"):
+                assert shown in text
+            assert page.events == []
+        await client.delete_consumer("reader")
+
+
 async def test_hostile_text_is_shown_and_never_run(shared: Mesh) -> None:
     async with shared.client() as client, viewer(shared) as http:
         metadata = {HOSTILE: HOSTILE, "error": HOSTILE, "view": "javascript:alert(3)"}

@@ -177,6 +177,18 @@ async def test_hostile_names_of_any_length_leave_the_graph_its_shape(page: Page)
     assert page.events == []
 
 
+async def test_a_curve_is_marked_where_something_happened(page: Page) -> None:
+    names = ("engine e left", "version 2 of policy pushed", "gateway g took 1 journals over")
+    given = {"events": [{"x": 2, "name": one} for one in names]}
+    points = [{"x": at, "y": at} for at in (1, 3)]
+    drawn_curve = f"chart('c', [{{points: {json.dumps(points)}}}], {json.dumps(given)})"
+    shown = f"document.querySelector('main').replaceChildren({drawn_curve})"
+    await page.run(f"import('/chart.js').then(({{ chart }}) => {shown})")
+    titles = "[...document.querySelectorAll('.event title')].map(one => one.textContent)"
+    assert await page.run(titles) == list(names)
+    assert page.events == []
+
+
 async def test_siblings_are_side_by_side_from_where_they_part_with_calls_and_images(
     page: Page,
 ) -> None:

@@ -78,6 +78,25 @@ def test_a_group_without_variance_comes_before_the_others(index: Index) -> None:
     assert (mixed["mean"], mixed["lowest"], mixed["highest"], mixed["tokens"]) == (0.5, 0, 1, 16)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "groups"),
+    [
+        ({"words": "shelves"}, ["mixed"]),
+        ({"reason": "LENGTH_CUT"}, ["mixed"]),
+        ({"outcome": "COMPLETED"}, ["mixed", "even"]),
+        ({"outcome": "FAILED"}, []),
+        ({"words": "shelves", "reason": "LENGTH_CUT"}, []),
+        ({"run_id": "b"}, []),
+    ],
+)
+def test_a_group_with_one_session_that_is_meant_is_there_with_all_of_them(
+    index: Index, chosen: dict[str, str], groups: list[str]
+) -> None:
+    found = index.groups(Selection(**chosen))
+    assert ([one["group_id"] for one in found["rows"]], found["total"]) == (groups, len(groups))
+    assert {one["sessions"] for one in found["rows"]} <= {2}
+
+
 def test_versions_of_two_runs_of_a_policy_are_two_series(index: Index) -> None:
     points = index.series(Selection(run_id="a"))["points"]
     assert [(one["run"], one["at"], one["sessions"], one["reward"]) for one in points] == [

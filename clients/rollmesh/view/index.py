@@ -99,11 +99,24 @@ class Selection:
 
     def sql(self) -> tuple[str, list[Any]]:
         """Returns the condition and its arguments."""
-        parts, given = ["1"], list[Any]()
-        for name in ("run_id", "group_id", "model", "outcome", "purpose"):
-            if value := getattr(self, name):
-                parts.append(f"{name} = ?")
-                given.append(value)
+        wheres = [self._equal("run_id", "group_id", "model", "purpose"), self._of_session()]
+        return " AND ".join(one for one, _ in wheres), [value for _, of in wheres for value in of]
+
+    def sql_of_groups(self) -> tuple[str, list[Any]]:
+        """Returns the condition of groups, in which one session at least is meant."""
+        where, given = self._equal("run_id", "group_id", "model", "purpose")
+        meant, more = self._of_session()
+        having = f" HAVING max(n IN (SELECT n FROM sessions WHERE {meant}))" if more else ""
+        return f"{where} GROUP BY run_id, group_id{having}", given + more
+
+    def _equal(self, *names: str) -> tuple[str, list[Any]]:
+        given = {name: getattr(self, name) for name in names if getattr(self, name)}
+        return " AND ".join(["1", *(f"{name} = ?" for name in given)]), [*given.values()]
+
+    def _of_session(self) -> tuple[str, list[Any]]:
+        """Returns what may differ between the sessions of a group."""
+        where, given = self._equal("outcome")
+        parts = [where]
         if self.reason:
             parts.append("n IN (SELECT n FROM reasons WHERE reason = ?)")
             given.append(self.reason)
@@ -224,8 +237,11 @@ class Index:
     def groups(
         self, chosen: Selection, order: str = "newest", offset: int = 0, limit: int = 100
     ) -> dict[str, Any]:
-        """Returns a page of groups with the numbers of their sessions, and the number of groups."""
-        where, given = chosen.sql()
+        """Returns a page of groups with the numbers of their sessions, and the number of groups.
+
+        A group is there with all of its sessions if one of them is meant.
+        """
+        where, given = chosen.sql_of_groups()
         found = self._page(
             "SELECT *, count(*) OVER () total FROM (SELECT run_id, group_id,"
             " max(group_size) group_size, count(*) sessions, avg(reward) mean,"
@@ -234,7 +250,7 @@ class Index:
             " sum(turns) turns, sum(tokens) tokens, sum(malformed) malformed,"
             " max(closed - opened) / 1000.0 seconds, max(closed) closed,"
             " max(last_version) last_version FROM sessions"
-            f" WHERE group_id <> '' AND NOT superseded AND {where} GROUP BY run_id, group_id)",
+            f" WHERE group_id <> '' AND NOT superseded AND {where})",
             given,
             _chosen("order", order, _GROUP_ORDERS),
             offset,

@@ -52,13 +52,13 @@ const ofMesh = async (path, other) => choices.mesh ? ask(path) : other;
 async function runPage(query) {
   const by = query.by === "time" ? "time" : "version";
   const wanted = { ...query, by };
-  const runs = (query.compare || "").split(",").filter(Boolean);
+  const compared = (query.compare || "").split(",").filter(Boolean).map((one) => one.split(":").map(decodeURIComponent));
   const [found, mesh, seen, history, ...others] = await Promise.all([
     ask("series", wanted), ofMesh("mesh", {}).catch((error) => ({ error: error.message })),
     ofMesh("alarms", { alarms: [] }), ofMesh("history", { points: [], events: [] }),
-    ...runs.map((run_id) => ask("series", { ...wanted, run_id })),
+    ...compared.map(([field, name]) => ask("series", { ...wanted, [field]: name })),
   ]);
-  const all = others.length ? others.map((one, index) => [runs[index], one]) : [["", found]];
+  const all = others.length ? others.map((one, index) => [compared[index][1], one]) : [["", found]];
   const label = by === "time" ? (x) => time(x).slice(11) : (x) => `v${x}`;
   const happened = history.events.map((one) => ({ x: one.at, name: one.name }));
   const events = by === "time" ? [...pushes(found.points), ...happened] : [];
@@ -77,7 +77,7 @@ async function runPage(query) {
     h("div", { class: "bar" }, "Over", ["version", "time"].map((one) => h("button", {
       type: "button", "aria-pressed": String(one === by),
       onclick: () => { location.hash = link(["run"], { ...query, by: one }); },
-    }, one === "version" ? "policy versions" : "time")), compareForm(query, runs)),
+    }, one === "version" ? "policy versions" : "time")), compareForm(query, compared)),
     alarms(mesh, seen.alarms),
     h("div", { class: "charts" },
       curve("Reward", ["reward", ""]),
@@ -103,6 +103,10 @@ async function runPage(query) {
       ["sessions", (one) => number(one.sessions), "number"],
       ["", (one) => bar(one.sessions / Math.max(...found.lags.map((other) => other.sessions))), "bar"],
     ], found.lags),
+    mesh.members && [
+      h("h2", {}, "Engines"), membersTable(mesh.members.filter((one) => one.kind === "engine")),
+      h("h2", {}, "Consumers"), consumersTable(mesh.consumers),
+    ],
     history.events.length > 0 && [h("h2", {}, "What happened"), table([
       ["time", (one) => time(one.at)],
       ["event", (one) => one.name, "text"],
@@ -122,14 +126,18 @@ function bar(share) {
   return made;
 }
 
-function compareForm(query, runs) {
-  const select = h("select", { "aria-label": "Add a run to compare" }, h("option", { value: "" }, "compare with run …"),
-    (choices.run_id || []).filter((one) => !runs.includes(one)).map((one) => h("option", {}, one)));
+// Adds a run or a model to those that are side by side.
+function compareForm(query, compared) {
+  const valueOf = (one) => one.map(encodeURIComponent).join(":"), known = compared.map(valueOf);
+  const group = (label, field) => h("optgroup", { label }, (choices[field] || []).map((one) => [valueOf([field, one]), one])
+    .filter(([value]) => !known.includes(value)).map(([value, one]) => h("option", { value }, one)));
+  const select = h("select", { "aria-label": "Add a run or a model to compare" }, h("option", { value: "" }, "compare with …"),
+    group("runs", "run_id"), group("models", "model"));
   select.addEventListener("change", () => {
-    const chosen = [...new Set([...runs, ...(runs.length ? [] : [query.run_id]), select.value].filter(Boolean))];
-    location.hash = link(["run"], { ...query, compare: chosen.slice(-4).join(",") });
+    const first = known.length || !query.run_id ? known : [valueOf(["run_id", query.run_id])];
+    location.hash = link(["run"], { ...query, compare: [...new Set([...first, select.value])].slice(-4).join(",") });
   });
-  return [select, runs.length > 0 && h("a", { href: link(["run"], { ...query, compare: "" }) }, "one run only")];
+  return [select, known.length > 0 && h("a", { href: link(["run"], { ...query, compare: "" }) }, "one curve only")];
 }
 
 function byRun(points) {
@@ -167,7 +175,7 @@ async function groupsPage(query) {
   const found = await ask("groups", { ...query, limit: ROWS });
   return [
     h("h1", {}, "Groups"),
-    filters(["groups"], query, ["run_id", "model", "purpose", "reason"], "group_order"),
+    filters(["groups"], query, ["run_id", "model", "outcome", "purpose", "reason"], "group_order"),
     pages(["groups"], query, found.total),
     table([
       ["group", (row) => h("a", { href: link(["sessions"], { run_id: row.run_id, group_id: row.group_id, order: "highest reward" }) }, row.group_id)],
@@ -277,27 +285,35 @@ async function meshPage() {
       `${number(mesh.waiting_for_rewards)} wait for rewards, ${number(mesh.stored_bytes / 1e6)} MB stored.`,
       mesh.damaged > 0 && h("strong", { class: "bad" }, ` ${mesh.damaged} sessions are damaged.`)),
     h("h2", {}, "Members"),
-    table([
-      ["kind", (one) => one.kind],
-      ["id", (one) => one.replica_id],
-      ["address", (one) => one.address],
-      ["model", (one) => one.model],
-      ["version", (one) => (one.kind === "engine" ? one.version : "")],
-      ["leases", (one) => (one.kind === "engine" ? `${one.leases} of ${one.lease_capacity}` : ""), "number"],
-      ["sessions", (one) => number(one.sessions), "number"],
-      ["running", (one) => number(one.running), "number"],
-      ["waiting", (one) => number(one.waiting), "number"],
-      ["state", (one) => one.state.map((name) => badge(name, "", true))],
-    ], mesh.members),
+    membersTable(mesh.members),
     h("h2", {}, "Consumers"),
-    table([
-      ["name", (one) => one.name],
-      ["ready", (one) => number(one.ready), "number"],
-      ["leased", (one) => number(one.leased), "number"],
-      ["acknowledged", (one) => number(one.acknowledged), "number"],
-      ["filtered", (one) => Object.entries(one.filtered).map(([name, units]) => badge(`${name} ${units}`))],
-    ], mesh.consumers),
+    consumersTable(mesh.consumers),
   ];
+}
+
+function membersTable(members) {
+  return table([
+    ["kind", (one) => one.kind],
+    ["id", (one) => one.replica_id],
+    ["address", (one) => one.address],
+    ["model", (one) => one.model],
+    ["version", (one) => (one.kind === "engine" ? one.version : "")],
+    ["leases", (one) => (one.kind === "engine" ? `${one.leases} of ${one.lease_capacity}` : ""), "number"],
+    ["sessions", (one) => number(one.sessions), "number"],
+    ["running", (one) => number(one.running), "number"],
+    ["waiting", (one) => number(one.waiting), "number"],
+    ["state", (one) => one.state.map((name) => badge(name, "", true))],
+  ], members);
+}
+
+function consumersTable(consumers) {
+  return table([
+    ["name", (one) => one.name],
+    ["ready", (one) => number(one.ready), "number"],
+    ["leased", (one) => number(one.leased), "number"],
+    ["acknowledged", (one) => number(one.acknowledged), "number"],
+    ["filtered", (one) => Object.entries(one.filtered).map(([name, units]) => badge(`${name} ${units}`))],
+  ], consumers);
 }
 
 function loginPage() {
