@@ -259,7 +259,7 @@ def _numbers(seen: Seen, look: Observation) -> Iterator[str]:
 
 
 def _gain(first: Observation, last: Observation, of: str, metric: str, **labels: str) -> float:
-    """Returns what the servers of a kind counted between two looks."""
+    """Returns the gain of a counter at the servers of a kind between two looks."""
     before = {one.name: one.total(metric, **labels) or 0 for one in first.of(of)}
     found = 0.0
     for one in last.of(of):

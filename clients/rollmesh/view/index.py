@@ -114,7 +114,7 @@ class Selection:
         return " AND ".join(["1", *(f"{name} = ?" for name in given)]), [*given.values()]
 
     def _of_session(self) -> tuple[str, list[Any]]:
-        """Returns what may differ between the sessions of a group."""
+        """Returns the condition on fields that differ between the sessions of a group."""
         where, given = self._equal("outcome")
         parts = [where]
         if self.reason:
