@@ -101,7 +101,7 @@ async function runPage(query) {
     table([
       ["versions", (one) => number(one.lag), "number"],
       ["sessions", (one) => number(one.sessions), "number"],
-      ["", (one) => bar(one.sessions / Math.max(...found.lags.map((other) => other.sessions))), "bar"],
+      ["", (one) => bar(one.sessions / Math.max(...found.lags.map((other) => other.sessions))), "share"],
     ], found.lags),
     mesh.members && [
       h("h2", {}, "Engines"), membersTable(mesh.members.filter((one) => one.kind === "engine")),
@@ -339,6 +339,16 @@ const SHOWN = {
 // What stays the same of an element when its page is drawn anew.
 const keyOf = (one) => one.dataset.key || `${one.tagName} ${one.textContent}`;
 
+// All that may be opened, with a key: its title, and its number among those with this title.
+function foldable() {
+  const counts = new Map();
+  return [...main.querySelectorAll("details")].map((one) => {
+    const title = one.firstChild.textContent, count = counts.get(title) ?? 0;
+    counts.set(title, count + 1);
+    return [`${title} ${count}`, one];
+  });
+}
+
 // Whether the reader types, chooses, marks text or reads a point, so that the page should not change now.
 function isInUse() {
   return !getSelection().isCollapsed || main.contains(document.activeElement) && ["INPUT", "SELECT"].includes(document.activeElement.tagName)
@@ -350,10 +360,10 @@ function replace(content) {
   const top = scrollY, aside = main.querySelector("aside")?.scrollTop, again = main.dataset.at === location.hash;
   const active = main.contains(document.activeElement) && document.activeElement, focused = active && active !== main && keyOf(active);
   const [node] = (active && active.dataset.nodes || "").split(" ");
-  const opened = new Set([...main.querySelectorAll("details[open] > summary")].map(keyOf));
+  const opened = new Set(foldable().filter(([, one]) => one.open).map(([key]) => key));
   main.replaceChildren(...[content].flat(Infinity).filter(Boolean));
   if (again) {
-    for (const one of main.querySelectorAll("details > summary")) one.parentElement.open = opened.has(keyOf(one));
+    for (const [key, one] of foldable()) one.open = opened.has(key);
     const same = focused && [...main.querySelectorAll("[data-key], a, button, summary")].find((one) => keyOf(one) === focused);
     if (node) focus(main.querySelector(".tree"), node);
     else if (same) same.focus({ preventScroll: true });

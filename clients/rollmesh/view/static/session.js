@@ -126,11 +126,11 @@ function legend() {
     return [mark, text];
   };
   const text = {
-    mask: [key("train", "trained"), key("sampled", "sampled, not trained")],
-    logprob: ["darker: less likely"],
-    version: ["a line under the token, a colour for each version"],
+    mask: [key("train", "trained"), key("sampled", "sampled, not trained.")],
+    logprob: ["stronger: less likely."],
+    version: ["a line under the token, a colour for each version."],
     none: [],
-  }[kept.colour] || [key("above", "above 0"), key("below", "below 0"), "stronger: larger in this session"];
+  }[kept.colour] || [key("above", "above 0"), key("below", "below 0"), "stronger: larger in this session."];
   return h("span", { class: "key" }, text, " A box is a special token. Arrow keys in the tokens tell of each one, and Enter tells why.");
 }
 
@@ -151,7 +151,7 @@ function nodeView(node, found, choices) {
       node.sampled && node.trained === false && badge("not trained", "", true),
       why.map((one) => badge(one, choices.sentences[one], true)),
       kept.tokens && h("button", { type: "button", onclick: () => navigator.clipboard.writeText(node.ids.join(" ")) }, "Copy ids")),
-    (node.sampled || why.length > 0) && h("details", { class: "why" }, h("summary", { "data-key": `why ${node.node_id}` }, "Why"), whyView(node, choices)),
+    (node.sampled || why.length > 0) && h("details", { class: "why" }, h("summary", {}, "Why"), whyView(node, choices)),
     !node.messages?.length && node.images.map((one) => imageView(one.sha256, found)));
   if (kept.tokens || (!node.text && !node.messages?.length)) box.append(...tokensView(node, found));
   else if (node.messages?.length) box.append(...node.messages.map((one) => messageView(one, found)));
@@ -195,7 +195,7 @@ const watcher = new IntersectionObserver((entries) => {
 function tokensView(node, found) {
   const name = `${found.session_id} ${node.node_id}`, told = h("output", { class: "quiet" });
   const box = h("div", {
-    class: `tokens ${kept.colour.split(" ")[0]}${node.texts ? "" : " plain"}`, "data-key": `tokens ${node.node_id}`,
+    class: `tokens ${kept.colour.split(" ")[0]}${node.texts ? "" : " plain"}`, "data-key": `tokens ${name}`,
     tabindex: "0", role: "group", "aria-label": `Tokens of node ${node.node_id}`,
     onclick: (event) => tell([...box.children].indexOf(event.target)),
     onkeydown: (event) => {
@@ -210,6 +210,7 @@ function tokensView(node, found) {
     },
   });
   const tell = (at) => {
+    drawers.get(box)(true);  // a key may come before they are drawn
     if (!box.children[at]) return;
     box.querySelector(".here")?.classList.remove("here");
     box.children[at].classList.add("here");

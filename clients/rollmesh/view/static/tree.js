@@ -49,7 +49,7 @@ export function graph(box, found, chosen, opened, choose) {
       class: `item${isOn(row) ? " on" : ""}${node.sampled ? " sampled" : ""}${row.run ? " run" : ""}`, role: "treeitem", tabindex: "-1",
       "aria-selected": String(isOn(row)), "aria-level": String(row.lane + 1), "aria-expanded": row.run ? String(!isFolded) : null,
       "aria-label": [text, !isFolded && node.sampled && "sampled", `${number(tokens)} tokens`, label, ...marked].filter(Boolean).join(", "),
-    }, svg("rect", { x: 0, y: at.get(row) - ROW / 2 + 1, width: "100%", height: ROW - 2, rx: 4 }), svg("circle", place),
+    }, svg("rect", { x: x(row) + 8, y: at.get(row) - ROW / 2 + 1, width: "100%", height: ROW - 2, rx: 4 }), svg("circle", place),
     svg("text", { x: x(row) + 12, y: at.get(row) + 4 }, text, ` · ${number(tokens)}`, label && ` · ${label}`, marked.length > 0 && svg("tspan", { class: "mark" }, " !")));
   });
   const act = (row) => {
