@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from rollmesh.v1 import trajectory_pb2
+from rollmesh.v1 import session_pb2, trajectory_pb2
 from tests.processes import running
 from tests.view.browser import CHROMIUM, Page, browser
 
@@ -36,7 +36,7 @@ async def page(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
         running("view", folder, record=folder / "record") as process,
         browser(f"http://127.0.0.1:{process.port}") as found,
     ):
-        await found.open("#/sessions", "2 found")  # a page that stays as it is
+        await found.open("#/sessions", "3 found")  # a page that stays as it is
         yield found
 
 
@@ -65,7 +65,25 @@ def write(folder: Path) -> None:
             session.trajectories[0].tokens.token_ids_u32le = tokens.tobytes()
             session.metadata["error"] = LONG[:1000]
             writer.add(session)
+        writer.add(called())
         writer.commit()
+
+
+def called() -> session_pb2.SessionRecord:
+    """A session that is recorded as text: two calls, and their results in the other order."""
+    names = ("first", "second")
+    calls = [{"id": one, "function": {"name": one, "arguments": "{}"}} for one in names]
+    said: list[list[dict[str, Any]]] = [
+        [{"role": "user", "content": "Call."}],
+        [{"role": "assistant", "content": None, "tool_calls": calls}],
+        [{"role": "tool", "tool_call_id": one, "content": f"of {one}"} for one in names[::-1]],
+    ]
+    session = session_pb2.SessionRecord(session_id="called", capture=session_pb2.CAPTURE_TEXT)
+    session.outcome = session_pb2.SESSION_OUTCOME_COMPLETED
+    for at, messages in enumerate(said):
+        data = json.dumps(messages).encode()
+        session.messages.add(node_id=at + 1, parent_node_id=at, data=data, data_bytes=len(data))
+    return session
 
 
 def node(id_: int, parent: int | None, **given: Any) -> dict[str, Any]:
@@ -199,7 +217,7 @@ async def test_siblings_are_side_by_side_from_where_they_part_with_calls_and_ima
     assert await page.run("document.querySelectorAll('.pair .call').length") == 2
     assert await page.run("document.querySelectorAll('details img').length") == 1
     await a_page_keeps_its_width_and_runs_nothing(page)
-    await page.open("#/sessions", "2 found")
+    await page.open("#/sessions", "3 found")
 
 
 async def test_a_transcript_shows_hostile_text_of_any_length_as_text(page: Page) -> None:
@@ -214,7 +232,21 @@ async def test_a_transcript_shows_hostile_text_of_any_length_as_text(page: Page)
     # A name that reverses the text leaves what comes after it as it is.
     isolated = "getComputedStyle(document.querySelector('.call strong')).unicodeBidi"
     assert await page.run(isolated) == "isolate"
-    await page.open("#/sessions", "2 found")
+    await page.open("#/sessions", "3 found")
+
+
+async def test_results_of_tool_calls_stand_next_to_them(page: Page) -> None:
+    await page.open("#/session/called", "next to their calls")
+    calls = "[...document.querySelectorAll('.call')].map(one => one.textContent)"
+    assert await page.run(calls) == [
+        "first first{}resultof first",
+        "second second{}resultof second",
+    ]
+    sides = "[...document.querySelector('.call').children].map(one => one.offsetTop)"
+    left, right = await page.run(sides)
+    assert left == right
+    assert (await page.run("document.querySelector('main').textContent")).count("of first") == 1
+    await page.open("#/sessions", "3 found")
 
 
 async def a_page_keeps_its_width_and_runs_nothing(page: Page) -> None:

@@ -18,7 +18,7 @@ export async function sessionPage(id, choices) {
     const chosen = Math.min(kept.path[id] ?? main(found.paths), found.paths.length - 1), path = found.paths[chosen];
     kept.opened[id] ||= new Set();
     graph(tree, found, chosen, kept.opened[id], (index, node) => { kept.path[id] = index; draw(); focus(tree, node); });
-    body.replaceChildren(...(path ? [pathHead(path, choices), ...path.nodes.map((one) => nodeView(nodes.get(one), found, choices))]
+    body.replaceChildren(...(path ? [pathHead(path, choices), ...pathView(path.nodes.map((one) => nodes.get(one)), found, choices)]
       : [h("p", {}, "The agent got no answer.")]));
   };
   draw();
@@ -140,7 +140,10 @@ function pathHead(path, choices) {
     path.reasons.map((one) => badge(one, choices.sentences[one], one !== "EXACT")));
 }
 
-function nodeView(node, found, choices) {
+const pathView = (nodes, found, choices) => nodes.map((one, at) => nodeView(one, found, choices, nodes[at - 1], nodes[at + 1]));
+
+// A node. The results of its tool calls, in the node after it, stand next to the calls.
+function nodeView(node, found, choices, before, after) {
   const versions = [...new Map(node.versions.map((one) => [`${one.run}.${one.version}.${one.adapter}`, one])).values()];
   const why = node.reasons.filter((one) => one !== "EXACT");
   const box = h("section", { class: node.sampled ? "node sampled" : "node", "aria-label": `Node ${node.node_id}` },
@@ -154,7 +157,11 @@ function nodeView(node, found, choices) {
     (node.sampled || why.length > 0) && h("details", { class: "why" }, h("summary", {}, "Why"), whyView(node, choices)),
     !node.messages?.length && node.images.map((one) => imageView(one.sha256, found)));
   if (kept.tokens || (!node.text && !node.messages?.length)) box.append(...tokensView(node, found));
-  else if (node.messages?.length) box.append(...node.messages.map((one) => messageView(one, found)));
+  else if (node.messages?.length) {
+    const called = new Set(callsOf(before).map((one) => one.id)), shown = node.messages.filter((one) => !one.tool_call_id || !called.has(one.tool_call_id));
+    box.append(...shown.map((one) => messageView(one, found, after)));
+    if (shown.length < node.messages.length) box.append(h("p", { class: "quiet" }, "The results are next to their calls."));
+  }
   else box.append(h("pre", {}, node.text));
   return box;
 }
@@ -171,13 +178,22 @@ function whyView(node, choices) {
   ];
 }
 
-function messageView(message, found) {
+const callsOf = (node) => (node?.messages || []).flatMap((one) => one.tool_calls || []);
+
+function contentView(message, found) {
   const parts = Array.isArray(message.content) ? message.content : message.content ? [{ type: "text", text: message.content }] : [];
+  return parts.map((one) => (one.type === "image_url" ? imageView(one.image_url.url.replace("sha256:", ""), found) : h("pre", {}, one.text ?? JSON.stringify(one))));
+}
+
+function messageView(message, found, after) {
+  const resultOf = (call) => (after?.messages || []).find((one) => one.tool_call_id && one.tool_call_id === call.id);
   return h("div", {},
     message.tool_call_id && h("p", { class: "quiet" }, `result of ${message.name || ""} ${message.tool_call_id}`),
     message.reasoning_content && h("details", {}, h("summary", {}, "Reasoning"), h("pre", {}, message.reasoning_content)),
-    parts.map((one) => (one.type === "image_url" ? imageView(one.image_url.url.replace("sha256:", ""), found) : h("pre", {}, one.text ?? JSON.stringify(one)))),
-    (message.tool_calls || []).map((call) => h("div", { class: "call" }, h("strong", {}, call.function.name), ` ${call.id || ""}`, h("pre", {}, call.function.arguments))));
+    contentView(message, found),
+    (message.tool_calls || []).map((call) => h("div", { class: "call" },
+      h("div", {}, h("strong", {}, call.function.name), ` ${call.id || ""}`, h("pre", {}, call.function.arguments)),
+      resultOf(call) && h("div", {}, h("span", { class: "quiet" }, "result"), contentView(resultOf(call), found)))));
 }
 
 function imageView(sha256, found) {
@@ -272,10 +288,10 @@ export async function comparePage(ids, choices) {
     content: [
       h("h1", {}, "Two sessions"),
       h("p", {}, `They share ${number(same)} nodes, ${number(paths[0].slice(0, same).reduce((sum, one) => sum + one.ids.length, 0))} tokens.`),
-      h("details", {}, h("summary", {}, "What they share"), paths[0].slice(0, same).map((one) => nodeView(one, both[0], choices))),
+      h("details", {}, h("summary", {}, "What they share"), pathView(paths[0].slice(0, same), both[0], choices)),
       h("div", { class: "pair" }, both.map((one, index) => h("div", {},
         h("h2", {}, h("a", { href: link(["session", one.session_id]) }, one.session_id), ` reward ${number(one.reward)}`),
-        paths[index].slice(same).map((node) => nodeView(node, one, choices))))),
+        pathView(paths[index].slice(same), one, choices)))),
     ],
     live: both.some((one) => one.live),
   };
