@@ -339,6 +339,64 @@ async def test_an_agent_that_leaves_ends_its_generation(
             await until_free(client)
 
 
+async def test_of_two_agents_with_one_key_one_leaves_while_the_link_is_cut_and_the_other_goes_on(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with hidden_mesh(tmp_path, tokenizer_dir, tokens_per_second=6) as (mesh, (link,)):
+        async with mesh.client() as client, client.session() as session:
+            stays, leaves = [
+                await mesh.agent(far_url(mesh, session), "placeholder").chat.completions.create(
+                    **ASK, stream=True
+                )
+                for _ in range(2)
+            ]
+            pieces = aiter(stays)
+            text = (await anext(pieces)).choices[0].delta.content or ""
+            left = (await anext(aiter(leaves))).id
+            with link.cut():
+                await leaves.close()
+                refused = link.refused
+                await until(lambda: link.refused > refused)
+            async for one in pieces:
+                text += one.choices[0].delta.content or ""
+                stayed = one.id
+            assert text == REPLY
+            await until_free(client)
+        found = await delivered(client, session)
+        assert (found.turns, stayed != left) == (1, True)
+        (trajectory,) = found.trajectories
+        assert set(trajectory.reasons) == {"EXACT"}
+        sampled = Tokenizer(tokenizer_dir).encode(f"{REPLY}<|im_end|>").tolist()
+        assert trajectory.token_ids[trajectory.prompt_tokens :].tolist() == sampled
+
+
+async def test_a_relay_is_killed_while_its_sidecar_drains_and_the_answer_is_given_once(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with hidden_mesh(tmp_path, tokenizer_dir, tokens_per_second=12) as (mesh, (link,)):
+        async with mesh.client() as client, client.session() as session:
+            agent = mesh.agent(far_url(mesh, session), "placeholder", max_retries=20)
+            asking = asyncio.ensure_future(agent.chat.completions.create(**ASK))
+
+            async def samples() -> bool:
+                return any(one.leases for one in (await client.replicas()).replicas)
+
+            await until(samples)
+            async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+                draining = tasks.create_task(mesh.processes["sidecar-0"].terminate())
+                await mesh.processes["relay"].kill()
+            assert draining.result() == 0
+            await start_relay(mesh)
+            await start_sidecar(mesh, 0, link.address)
+            answer = await asking
+            assert answer.choices[0].message.content == REPLY
+        found = await delivered(client, session)
+        assert found.turns == 1
+        (trajectory,) = found.trajectories
+        sampled = Tokenizer(tokenizer_dir).encode(f"{REPLY}<|im_end|>").tolist()
+        assert trajectory.token_ids[trajectory.prompt_tokens :].tolist() == sampled
+
+
 async def test_a_relay_without_a_sidecar_waits_and_then_refuses(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
