@@ -187,7 +187,7 @@ REF ?=
 test-upgrade: .venv/.ready  # REF=commit: processes of that commit, or of the contract's baseline, in a mesh of today
 	ROLLMESH_UPGRADE_FROM=$(REF) .venv/bin/python -m pytest -q -m long tests/contract/test_upgrade.py
 
-test-docker: .venv/.ready  # Builds the images, runs an agent and a trainer against `docker compose up`
+test-docker: .venv/.ready .venv-harbor/.ready  # Builds the images, runs an agent and a trainer against `docker compose up`, and Harbor's sandboxes
 	.venv/bin/python -m pytest -q -m docker tests/docker
 
 test-gpu:  # On a machine with GPUs: transfers by NCCL and IPC, tensor parallel, sleep, compose's gpu profile

@@ -104,7 +104,7 @@ def main() -> int:
     problems = _problems(result, last_reward)
     for problem in problems:
         _console.print(f"[red]{problem}")
-    print(json.dumps(result))
+    print(json.dumps(result | {"rewards": [round(one, 4) for one in run.rewards]}))
     return 1 if problems else 0
 
 

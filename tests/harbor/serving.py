@@ -174,15 +174,16 @@ def _asking(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def harbor_server(
-    folder: Path, *flags: str, relay: str = "", programs: str = ""
+    folder: Path, *flags: str, relay: str = "", programs: str = "", host: str = "127.0.0.1"
 ) -> AsyncIterator[Harbor]:
     """Runs a server, with folders of programs for its sandboxes in front of those of PATH."""
     (folder / "sandboxes").mkdir(parents=True, exist_ok=True)
     headers = {"Authorization": f"Bearer {KEY}"}
     with reserved_port() as holder:
         port = holder.getsockname()[1]
-        url = f"http://127.0.0.1:{port}"
-        command = [str(_HARBOR), "serve", "--port", str(port), "--relay-url", relay or url]
+        url = f"http://{host}:{port}"
+        command = [str(_HARBOR), "serve", "--host", host, "--port", str(port)]
+        command += ["--relay-url", relay or url]
         command += ["--data-dir", str(folder / "data"), *flags]
         async with aiohttp.ClientSession(headers=headers) as http:
             harbor = Harbor(url, folder, http, command, programs)

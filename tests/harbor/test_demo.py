@@ -1,9 +1,6 @@
 """`make harbor-demo`: the demo's policy learns tasks of a Harbor server, through cuts."""
 
 import json
-import os
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,17 +17,22 @@ pytestmark = [
 ]
 
 
-async def test_the_demo_learns_on_a_harbor_server_to_which_ten_cuts_lose_and_double_nothing(
-    tmp_path: Path,
-) -> None:
+_READY = (".venv/.ready", ".venv-harbor/.ready")
+"""What `make test-long` has set up before."""
+
+
+async def test_the_demo_learns_on_a_harbor_server_to_which_ten_cuts_lose_and_double_nothing() -> (
+    None
+):
     output, said = await run_to_end(
-        *(sys.executable, "-m", "examples.demo", "--harbor", "--folder", tmp_path / "run"),
+        *("make", *(f"-o{one}" for one in _READY), "harbor-demo"),
         cwd=ROOT,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        env=None,
         limit_s=_LIMIT_S,
     )
     result = json.loads(output.splitlines()[-1])
     assert result["reward_last"] > result["reward_first"] + 0.2, said
+    assert len(result["rewards"]) == result["steps"]
     assert (result["drift_tokens"], result["lost"], result["duplicated"]) == (0, 0, 0)
     assert result["sessions"] == result["trajectories"] > 0
     assert result["cuts"] == 10

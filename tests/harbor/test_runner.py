@@ -24,10 +24,12 @@ from tests.faults.proxy import proxy_to
 from tests.harbor.connecting import ASKED, both, generating, trained
 from tests.harbor.reading import check_written
 from tests.harbor.serving import KEY, Harbor, answers_of, statuses_of
+from tests.processes import run_to_end
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(300)
 ATTEMPTS = 3
+_AUTHOR = ("-c", "user.name=tests", "-c", "user.email=tests@example.org")
 FOLDERS = {"import_path": "examples.demo.harbor.folders:FolderEnvironment", "delete": True}
 
 
@@ -103,6 +105,23 @@ async def test_the_trials_of_a_server_on_this_machine_get_the_sampled_tokens(
     assert result["exception_info"]["exception_type"] == "SandboxError"
 
 
+async def test_a_task_of_a_git_repository_is_a_sample(tmp_path: Path, tokenizer_dir: Path) -> None:
+    async with both(tmp_path, tokenizer_dir) as (mesh, harbor), mesh.client() as client:
+        folder = Path(harbor.task("one", ASKED)["path"]).parent
+        for command in (("init", "-q"), ("add", "."), (*_AUTHOR, "commit", "-qm", "A task")):
+            await run_to_end("git", *command, cwd=folder, env=None, limit_s=60)
+        (commit, _) = await run_to_end("git", "rev-parse", "HEAD", cwd=folder, env=None, limit_s=60)
+        sample = {
+            "git_url": folder.as_uri(),
+            "git_commit_id": commit.strip(),
+            "path": "one",
+        }
+        (group,) = await rolled(client, [sample], runner=runner_of(harbor, turns=1), n=1)
+    assert [(one.outcome, one.reward, one.error) for one in group.sessions] == [
+        ("COMPLETED", 0.75, "")
+    ]
+
+
 async def test_another_of_the_verifiers_rewards_is_the_sessions(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -140,6 +159,19 @@ async def test_a_failed_sandbox_is_no_zero(tmp_path: Path, tokenizer_dir: Path) 
     assert (seat.outcome, seat.reward, seat.error_type) == ("LOST", None, "HarborRolloutError")
     assert (session.outcome, session.reward) == ("LOST", None)
     assert session.metadata["harbor_error"] == "SandboxError"
+
+
+async def test_a_request_that_is_too_large_for_harbors_relay_fails_by_the_name_of_the_limit(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with both(tmp_path, tokenizer_dir) as (mesh, harbor), mesh.client() as client:
+        task = harbor.task("one", "x" * 17 * 1024 * 1024)
+        (group,) = await rolled(client, [task], runner=runner_of(harbor, turns=1), n=1)
+        (session,) = await trained(client, 1)
+    (seat,) = group.sessions
+    assert (seat.outcome, session.turns) == ("LOST", 0)
+    assert "Harbor's relay takes 16 MiB in a request; bound what agents put into one" in seat.error
+    assert "16 MiB" in session.metadata["harbor_error_text"]
 
 
 async def test_an_agent_that_exceeds_harbors_limit_has_the_verifiers_reward(

@@ -59,7 +59,7 @@ class Program(_Agent):
             "ANTHROPIC_API_KEY": connection.api_key,
         }
         done = await environment.exec(shlex.join(self._command), env={**settings, **self._env})
-        (self.logs_dir / "said").write_text(done.stdout)
+        (self.logs_dir / "said").write_text(done.stdout or "")
         assert done.return_code == 0, done.stderr
         await environment.exec("echo done > /app/done.txt")
 

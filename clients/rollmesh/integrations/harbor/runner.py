@@ -48,6 +48,13 @@ _JOBS = "SELECT id FROM job WHERE name = ?"
 _STATES = "SELECT id, job_id, state FROM rollout WHERE job_id IN (?)"
 _TASK = ("path", "git_url", "git_commit_id", "name", "ref")
 
+_LIMITS = {
+    "Too many pending inference requests": "256 requests at once; run fewer attempts",
+    "Request buffering limit exceeded": "64 MiB of requests at once; run fewer attempts",
+    "Inference request body is too large": "16 MiB in a request; bound what agents put into one",
+}
+"""What Harbor's relay says when it refuses a request, and its limit."""
+
 
 class HarborRolloutError(InfrastructureError):
     """A rollout failed by its sandbox, its verifier or its model calls, not by the policy."""
@@ -101,6 +108,8 @@ def settle(
     error = result.get("exception_info") or {}
     agent = result.get("agent_info") or {}
     kind, said = error.get("exception_type", ""), str(error.get("exception_message", ""))
+    limits = [limit for text, limit in _LIMITS.items() if text in said]
+    said = "".join(f"(Harbor's relay takes {limit}) " for limit in limits) + said
     rewards: dict[str, Any] = (result.get("verifier_result") or {}).get("rewards") or {}
     if not result.get("reward_valid"):
         rewards = dict.fromkeys(rewards)
