@@ -41,12 +41,12 @@ def documents_of(session: SessionResult, decode: Decode | None = None) -> list[_
         decode: Of the model's tokenizer. Without messages, the text of a step is that of its
             tokens. None leaves such trajectories out.
     """
-    ordered = [(one, session.conversation(one)) for one in _ordered(session)]
-    owners = _owners(ordered)
+    told_by = [(one, session.conversation(one)) for one in ordered(session)]
+    owners = _owners(told_by)
     documents: list[_Json] = []
     made: list[tuple[Trajectory, _Json]] = []
     told: _Json | None = None  # the end of the main conversation so far
-    for trajectory, found in ordered:
+    for trajectory, found in told_by:
         if found is None and decode is None:
             continue
         document = _document(session, trajectory, found)
@@ -131,7 +131,7 @@ def facts_of(trajectory: Trajectory, one: trajectory_pb2.TrajectorySegment) -> _
     }
 
 
-def _ordered(session: SessionResult) -> list[Trajectory]:
+def ordered(session: SessionResult) -> list[Trajectory]:
     """Returns the trajectories, the main one first and those of sub-agents last."""
     places = {"MAIN": 0, "SUB_AGENT": 2}
     return sorted(session.trajectories, key=lambda one: places.get(one.lineage, 1))
@@ -246,7 +246,7 @@ def _message_steps(found: Conversation, turns: _Turns) -> Iterator[_Json]:
                 result["source_call_id"] = message["tool_call_id"]
             caller.setdefault("observation", {"results": []})["results"].append(result)
         elif role == "assistant":
-            parts = _calls(message)
+            parts = calls_of(message)
             if message.get("reasoning_content"):
                 parts["reasoning_content"] = message["reasoning_content"]
             step = turns.agent_step(node_id, content, **parts)
@@ -258,7 +258,7 @@ def _message_steps(found: Conversation, turns: _Turns) -> Iterator[_Json]:
     yield from steps
 
 
-def _calls(message: Mapping[str, Any]) -> _Json:
+def calls_of(message: Mapping[str, Any]) -> _Json:
     """Returns the calls of a message. ATIF has objects as arguments, so other text is extra."""
     calls, malformed = [], {}
     for number, call in enumerate(message.get("tool_calls") or ()):

@@ -1,4 +1,4 @@
-"""`rollmesh export`: writes stored sessions as the record, rows, data for SFT, ATIF or OTLP."""
+"""`rollmesh export`: stored sessions as the record, rows, data for SFT, ATIF, Inspect or OTLP."""
 
 import argparse
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 from rollmesh.mesh.directory import CollectorDirectory
 from rollmesh.record import aside
 from rollmesh.record.atif import write_documents
+from rollmesh.record.evals import write_log
 from rollmesh.record.otel import send_spans, write_spans
 from rollmesh.record.rows import NO_MESSAGES, Decoder, decoder, write_rows
 from rollmesh.record.tables import Stored
@@ -36,12 +37,12 @@ def main() -> int:
     )
     parser.add_argument(
         "--format",
-        choices=("record", "rows", "sft", "atif", "otel"),
+        choices=("record", "rows", "sft", "atif", "inspect", "otel"),
         default="record",
         help="record (sessions, trees and tokens as Parquet), rows (one file, a row for each "
         "trajectory), sft (messages, tools and masks, for supervised fine-tuning), atif (a "
-        "folder of documents, one for each leaf), or otel (spans of OpenTelemetry as lines of "
-        "JSON, or sent by OTLP)",
+        "folder of documents, one for each leaf), inspect (a log of Inspect, a sample for each "
+        "session), or otel (spans of OpenTelemetry as lines of JSON, or sent by OTLP)",
     )
     parser.add_argument("--record", type=Path, help="reads the record in this folder, no collector")
     parser.add_argument("--session", default="", help="only the session of this id")
@@ -104,6 +105,9 @@ async def _export(options: argparse.Namespace) -> list[str]:
         if options.format == "atif":
             await _write_atif(sessions, options.to, decoder(options.tokenizer))
             return damaged
+        if options.format == "inspect":
+            await _write_log(sessions, options.to)
+            return damaged
         sft = options.format == "sft"
         done = await write_rows(sessions, options.to, decoder(options.tokenizer), sft=sft)
     print(f"{done.sessions} sessions, {done.rows} trajectories: {options.to}")
@@ -127,6 +131,18 @@ async def _write_atif(
     if count and not documents:
         raise ConfigError(f"format: all {NO_MESSAGES}; or give --tokenizer")
     print(f"{count} sessions, {documents} documents: {to}")
+
+
+async def _write_log(sessions: AsyncGenerator[session_pb2.SessionRecord], to: Path) -> None:
+    if to.suffix != ".json":
+        raise ConfigError(f"to: {to.name!r} is not written with --format inspect; give .json")
+    try:
+        done = await write_log(sessions, to)
+    except OSError as error:
+        raise ConfigError(f"to: {to}: {error}") from error
+    if done.left_out and not done.rows:
+        raise ConfigError(f"format: all {NO_MESSAGES}")
+    print(f"{done.sessions} sessions, {done.rows} samples: {to}")
 
 
 async def _write_record(sessions: AsyncGenerator[Stored], to: Path) -> list[str]:
