@@ -266,6 +266,9 @@ async def test_a_turn_grows_while_it_is_sampled_and_the_reader_keeps_the_place(
                 await page.run("document.querySelector('.tree [tabindex=\"0\"]').focus()")
                 node = await page.run("document.activeElement.dataset.nodes")
                 await page.run("document.querySelector('.why').open = true")
+                why = await page.run("document.querySelector('.why').textContent")
+                assert "not trained" not in why
+                assert "decided when the session closes" in why
                 await page.until(f"{sampled} > {first}")
                 assert await page.run("document.activeElement.dataset.nodes") == node
                 opened_now = "[...document.querySelectorAll('details')].filter(one => one.open)"

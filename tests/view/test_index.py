@@ -79,6 +79,30 @@ def test_a_group_without_variance_comes_before_the_others(index: Index) -> None:
 
 
 @pytest.mark.parametrize(
+    ("order", "first"),
+    [
+        ("newest", "slow"),
+        ("all wrong", "wrong"),
+        ("all right", "even"),
+        ("largest spread", "mixed"),
+        ("most tokens", "even"),
+        ("most malformed calls", "bad"),
+        ("longest", "slow"),
+    ],
+)
+def test_groups_that_stand_out_come_first(index: Index, order: str, first: str) -> None:
+    bad = record("bad", 0.5, group="bad")
+    bad.trajectories[0].segments[1].reasons.append(
+        trajectory_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL
+    )
+    wrong = [record(f"wrong-{at}", 0.0, group="wrong", opened_unix_ms=1_900) for at in range(2)]
+    index.add([bad, *wrong, record("slow", 0.5, group="slow", closed_unix_ms=99_000)])
+    index.add([record("s7", 1.0, group="even", version=1)])
+    assert index.groups(Selection(), order)["rows"][0]["group_id"] == first
+    assert order in index.choices()["group_order"]
+
+
+@pytest.mark.parametrize(
     ("chosen", "groups"),
     [
         ({"words": "shelves"}, ["mixed"]),

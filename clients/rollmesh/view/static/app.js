@@ -365,7 +365,7 @@ function replace(content) {
   if (again) {
     for (const [key, one] of foldable()) one.open = opened.has(key);
     const same = focused && [...main.querySelectorAll("[data-key], a, button, summary")].find((one) => keyOf(one) === focused);
-    if (node) focus(main.querySelector(".tree"), node);
+    if (node) focus(main, node);
     else if (same) same.focus({ preventScroll: true });
     scrollTo(0, top);
     if (aside) main.querySelector("aside").scrollTop = aside;

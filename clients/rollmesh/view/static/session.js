@@ -172,7 +172,7 @@ function whyView(node, choices) {
   return [
     h("p", {}, node.parent ? `It follows node ${node.parent}. ` : "It begins a conversation. ", node.lineage && h("strong", {}, `${node.lineage}. `), node.label),
     node.reasons.map((one) => h("p", {}, h("strong", {}, `${one}. `), choices.sentences[one] || "")),
-    sampled > trained && h("p", {}, `${number(sampled - trained)} of ${number(sampled)} sampled tokens are not trained. `, node.why.untrained),
+    sampled > trained && h("p", {}, node.mask && `${number(sampled - trained)} of ${number(sampled)} sampled tokens are not trained. `, node.why.untrained),
     node.request_ids?.length > 0 && h("p", {}, `Requests: ${node.request_ids.join(", ")}`),
     node.sampling && h("pre", {}, JSON.stringify(node.sampling, null, 1)),
   ];
@@ -255,7 +255,7 @@ const partOf = (node, at) => (node.mask?.[at] ? "trained" : spanOf(node, at) ? "
 function tokenWords(node, at, found) {
   const span = spanOf(node, at), logprob = node.logprobs?.[at], numbers = Object.entries(node.annotations || {});
   return [`id ${node.ids[at]}`, found.special?.has(node.ids[at]) && "special token", span && logprob !== undefined && `log-prob ${logprob.toFixed(4)}`,
-    node.mask?.[at] ? "trained" : "not trained", node.mask?.[at] && typeof found.advantage === "number" && `${GROUP} ${found.advantage.toFixed(3)}`,
+    node.mask && (node.mask[at] ? "trained" : "not trained"), node.mask?.[at] && typeof found.advantage === "number" && `${GROUP} ${found.advantage.toFixed(3)}`,
     ...numbers.map(([name, values]) => typeof values[at] === "number" && `${name} ${values[at].toFixed(4)}`),
     span && `${span.run ? `run ${span.run} ` : ""}version ${span.version}`].filter(Boolean).join(", ");
 }
