@@ -252,7 +252,7 @@ bench-relay: .venv/.ready .venv-harbor/.ready  # Bytes and CPU of a turn over th
 	.venv/bin/python -m benchmarks.relay
 
 # A server that cannot be installed keeps the results that it has.
-conformance-peers: .venv/.ready  # Training records at other servers beside ours; writes docs/conformance and docs/peers.md
+conformance-peers: .venv/.ready  # The conformance kit at other servers beside ours; writes docs/conformance and docs/peers.md
 	@$(MAKE) -k .venv-peer/.ready .venv-peers/.ready .venv-verifiers/.ready .venv-areal/.ready || echo "conformance-peers: not all servers could be installed"
 	.venv/bin/python -m benchmarks.peers
 	.venv/bin/python -m scripts.pages.peers > docs/peers.md

