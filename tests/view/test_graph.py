@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -158,6 +159,23 @@ async def test_an_opened_run_of_another_path_is_chosen_before_it_is_folded(page:
     assert await page.run("[window.opened.size, window.chosen]") == [1, 1]
     await page.press("Enter")
     assert await page.run("window.opened.size") == 0
+
+
+async def test_each_node_of_any_tree_is_in_one_row_that_hangs_on_its_parent(page: Page) -> None:
+    chance = random.Random(1)
+    trees = []
+    for _ in range(200):
+        parents = [chance.choice((at - 1, at - 1, chance.randrange(at))) for at in range(1, 40)]
+        trees.append([node(at, parent or None) for at, parent in enumerate(parents, 1)])
+    shape = "row => [row.nodes.map(one => one.node_id), row.above?.nodes.at(-1).node_id ?? null]"
+    found = await page.run(
+        f"import('/tree.js').then(({{ layout }}) => {json.dumps(trees)}"
+        f".map((nodes) => layout(nodes, new Set([9, 10, 11])).map({shape})))"
+    )
+    for nodes, rows_ in zip(trees, found, strict=True):
+        assert sorted(id_ for ids, _ in rows_ for id_ in ids) == list(range(1, 40))
+        parents = {one["node_id"]: one["parent"] for one in nodes}
+        assert [above for _, above in rows_] == [parents[ids[0]] for ids, _ in rows_]
 
 
 async def test_labels_stand_at_each_branch_and_where_they_change_also_in_a_run(page: Page) -> None:
