@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from rollmesh.client import Client, Rewards, Session, evaluate, start_of_atif
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.words import label_words, mask_words
 from tests.locks import Locks
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import run_refused, running
@@ -98,6 +99,10 @@ async def test_a_session_has_the_tokens_that_the_trainer_gets(shared: Mesh, expo
         )
         assert sampled == row["sampled"] == row["trained"]
         assert sum(sum(one["mask"]) for one in nodes.values()) == row["trained"]
+        for one in (*shown["paths"], *shown["nodes"]):
+            assert one["label"] == label_words(one["lineage"], "RULE")
+        for one in shown["nodes"]:
+            assert one["why"] == mask_words(one["reasons"], one["trained"])
         assert all(value < 0 for one in nodes.values() for value in one["logprobs"] if value)
 
 
