@@ -18,6 +18,7 @@ from openai import (
     AsyncOpenAI,
     DefaultAsyncHttpxClient,
     InternalServerError,
+    RateLimitError,
 )
 
 
@@ -149,7 +150,7 @@ class Asking(_Agent):
         headers = {} if self._unmarked else {"Idempotency-Key": key}
         while True:
             if not self._stream and self._unmarked:
-                with suppress(InternalServerError, APIConnectionError):
+                with suppress(InternalServerError, RateLimitError, APIConnectionError):
                     whole = await client.chat.completions.create(**asked)
                     return whole.id, whole.choices[0].message.content or ""
                 await asyncio.sleep(0.1)
