@@ -17,7 +17,7 @@ CEILINGS = {
     "clients/rollmesh/client": (7_383, 24),
     "clients/rollmesh/record": (3_271, 12),
     "clients/rollmesh/batches": (1_092, 6),
-    "clients/rollmesh/integrations": (4_656, 23),
+    "clients/rollmesh/integrations": (4_658, 23),
     "clients/rollmesh/launch": (603, 4),
     "clients/rollmesh/cli": (2_458, 13),
     "clients/rollmesh/view": (1_813, 8),

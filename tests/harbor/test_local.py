@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from rollmesh.client import SessionResult
 from rollmesh.integrations.harbor import HarborTrialRunner, write_details
 from rollmesh.integrations.harbor.details import decode_of
+from rollmesh.v1 import session_pb2
 from tests.harbor.connecting import ASKED, RULES, trained
 from tests.harbor.reading import check_written
 from tests.harbor.serving import PYTHON, make_task, server_side
@@ -110,6 +112,15 @@ async def test_a_trial_without_a_tokenizer_has_documents_if_sessions_record_mess
         assert said == [ASKED, "The answer is 42."]
 
 
+def test_a_session_without_tokens_has_no_details_of_them(tmp_path: Path) -> None:
+    record = session_pb2.SessionRecord(session_id="one", capture=session_pb2.CAPTURE_TEXT)
+    record.trajectories.add(trajectory_id="one-1").segments.add(node_id=1, sampled=True)
+    result = tmp_path / "result.json"
+    result.write_text('{"agent_result": null}')
+    write_details(SessionResult.from_proto(record), tmp_path)
+    assert json.loads(result.read_text()) == {"agent_result": {"rollout_details": None}}
+
+
 async def test_a_trial_that_cannot_begin_fails_with_the_end_of_its_log(
     tmp_path: Path, tokenizer_dir: Path, sandboxes: Path
 ) -> None:
@@ -125,6 +136,7 @@ async def test_a_trial_that_cannot_begin_fails_with_the_end_of_its_log(
 _TRAINER = """
 import asyncio, json, sys
 from rollmesh.client import Client, MeshAddresses, rollout
+from rollmesh.client import SessionResult
 from rollmesh.integrations.harbor import HarborTrialRunner
 
 async def main(addresses, samples, runner):

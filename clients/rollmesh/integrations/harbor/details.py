@@ -59,13 +59,15 @@ class ServedTrials:
 def rollout_details_of(session: SessionResult) -> list[dict[str, Any]]:
     """Returns Harbor's `rollout_details`: one for each trajectory, the main one first.
 
+    There are none of a session that has no tokens, as of a model that is served elsewhere.
+
     Returns:
         For each turn `prompt_token_ids` (all before it), `completion_token_ids` and `logprobs`.
         `extra` has for each turn `policy_versions` (of each token), `trained`, `reasons` and
         `node_id`.
     """
     details = []
-    for trajectory in _ordered(session):
+    for trajectory in _ordered(session) if session.capture == "TOKENS" else ():
         sampled = [one for one in trajectory.segments if one.sampled]
         turns = [ids_of(trajectory, one) for one in sampled]
         facts = [facts_of(trajectory, one) for one in sampled]
@@ -151,7 +153,7 @@ def write_details(session: SessionResult, folder: str | Path, decode: Decode | N
     path = Path(folder) / "result.json"
     result = json.loads(path.read_bytes())
     context = result["agent_result"] or {}
-    result["agent_result"] = {**context, "rollout_details": rollout_details_of(session)}
+    result["agent_result"] = {**context, "rollout_details": rollout_details_of(session) or None}
     _write(path, result)
     if not documents_of(session, decode):
         return
