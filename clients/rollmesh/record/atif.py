@@ -169,7 +169,7 @@ def _document(session: SessionResult, one: Trajectory, found: Conversation | Non
         "group_id": session.group_id,
         "sample_index": session.sample_index,
         "purpose": session.purpose,
-        "metadata": session.metadata,
+        "metadata": dict(sorted(session.metadata.items())),
         "template_options": found.template_options if found is not None else {},
     }
     return {
