@@ -239,6 +239,32 @@ async def test_late_rewards_and_annotations_are_recorded_once_without_a_replay(
     assert rewarded(tmp_path) == [("a", 5.0), ("b", 7.0)]
 
 
+async def test_late_values_of_many_sessions_come_in_several_batches(
+    tmp_path: Path, collector: str, stub: Any
+) -> None:
+    names = [f"{at:02}" for at in range(40)]
+    await ingest_all(stub, *names)
+    async with archive(tmp_path, collector) as process:
+        await settled(stub, 40)
+        await process.terminate()
+    for name in names:
+        await set_late(stub, name, 5.0)
+    async with archive(tmp_path, collector, sessions=20) as process:
+        await until(lambda: len(late_rows(tmp_path)) == 80)
+        assert await process.terminate() == 0
+    assert set(late_rows(tmp_path).values()) == {1}
+    assert len(list((tmp_path / "record" / "rewards").rglob("*.parquet"))) == 2
+
+
+async def test_an_archive_stops_while_its_collector_is_away(tmp_path: Path) -> None:
+    with reserved_port() as port:
+        async with archive(tmp_path, f"127.0.0.1:{port.getsockname()[1]}") as process:
+            await process.wait_line("READY")
+            log = tmp_path / "record.archive.log"
+            await until(lambda: log.exists() and "wait" in log.read_text())
+            assert await process.terminate() == 0
+
+
 async def test_rewards_that_come_late_are_recorded_by_a_replay(
     tmp_path: Path, collector: str, stub: Any
 ) -> None:

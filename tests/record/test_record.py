@@ -162,10 +162,13 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_a_session_whose_image_is_missing_is_read_without_it(tmp_path: Path) -> None:
     pictured = with_images(record("pictured"), b"cat", b"dog")
-    write(tmp_path, pictured)
+    write(tmp_path, pictured, record("other"))
     (tmp_path / "images" / f"{pictured.images[0].sha256}.png").unlink()
     with pytest.raises(SessionDamagedError, match="session pictured has an image"):
         list(read_records(tmp_path))
+    damaged: list[str] = []
+    assert [one.session_id for one in read_records(tmp_path, damaged=damaged)] == ["other"]
+    assert len(damaged) == 1
     (path,) = tmp_path.glob("sessions/*/*.parquet")
     found = read_session(path, "pictured")
     assert found is not None
@@ -479,7 +482,13 @@ TOKENS = "[0, 1, 2, 3, 4, 5]"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write(tmp_path, *every_kind(), shared_prefix())
+    sessions = [*every_kind(), shared_prefix()]
+    write(tmp_path, *sessions)
+    with Writer(tmp_path) as writer:
+        for value in (1.0, 2.0):
+            own = annotation("logprobs", *[-value] * 5, np.nan)
+            writer.change(sessions[0], [own], [taught("teacher", int(value), 3)])
+            writer.commit()
     return tmp_path
 
 
@@ -492,11 +501,16 @@ def test_pandas_reads_it(folder: Path) -> None:
     sessions = pandas.read_parquet(folder / "sessions").set_index("session_id")
     assert sessions.loc["sampled", "reward"] == 1.0
     assert str(sessions.loc["sampled", "date"]) == "1970-01-03"
+    scores = pandas.read_parquet(folder / "scores").sort_values("recorded_unix_ms")
+    assert (scores.policy_version.tolist(), scores.top_k.tolist()) == ([1, 2], [3, 3])
+    assert scores.top_ids.iloc[1].reshape(4, 3).tolist()[1] == [3, 4, 5]
 
 
 def test_datasets_reads_every_table(folder: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    for table, count in (("sessions", 8), ("trajectories", 9), ("nodes", 14)):
+    for table, count in (
+        *(("annotations", 2), ("scores", 2), ("sessions", 8), ("trajectories", 9), ("nodes", 14)),
+    ):
         read = datasets.load_dataset(
             "parquet", data_dir=str(folder / table), split="train", cache_dir=str(folder / "cache")
         )
@@ -520,6 +534,20 @@ print(duckdb.sql('''
         folder,
     )
     assert said == TOKENS
+
+
+def test_duckdb_finds_the_last_annotation_of_a_name(folder: Path) -> None:
+    said = read_by(
+        """
+import duckdb
+print(duckdb.sql('''
+  SELECT session_id, trajectory_id, name, arg_max("values", recorded_unix_ms)[1]
+  FROM read_parquet('annotations/*/*.parquet', hive_partitioning = true) GROUP BY ALL
+''').fetchall())
+""",
+        folder,
+    )
+    assert said == "[('sampled', 'sampled-1', 'logprobs', -2.0)]"
 
 
 def test_polars_scans_it(folder: Path) -> None:

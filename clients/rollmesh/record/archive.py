@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.process.main import stop_signals
+from rollmesh.runtime.tasks import first_of
 from rollmesh.runtime.telemetry.endpoint import metrics_endpoint
 from rollmesh.runtime.telemetry.logs import configure_logging, fields
 from rollmesh.v1 import collector_pb2, session_pb2
@@ -111,7 +113,7 @@ async def _archive(options: argparse.Namespace) -> list[str]:
                 while not stop.is_set():
                     batch = await _collect(writer, deliveries, options, stop)
                     if not stop.is_set():
-                        await _read_changes(writer, client, options.mebibytes * 2**20)
+                        await _read_changes(writer, client, options, stop)
                     if batch or not writer.is_empty:
                         await _keep(writer, deliveries, batch, stop)
             except OSError as error:  # nothing of the batch was acknowledged
@@ -149,19 +151,31 @@ async def _collect(
     return batch
 
 
-async def _read_changes(writer: Writer, client: Client, most_bytes: int) -> None:
-    """Gives the writer rewards and annotations that were set since it asked last."""
-    while writer.bytes < most_bytes:
+async def _read_changes(
+    writer: Writer, client: Client, options: argparse.Namespace, stop: asyncio.Event
+) -> None:
+    """Gives the writer values that were set late since it asked last. The next batch has more."""
+
+    async def read() -> Sequence[collector_pb2.ReadChangesResponse]:
         try:
-            found = await client.changed_sessions(after=writer.place, limit=_CHANGES)
-        except RollmeshError as error:  # the next batch has them
+            return await client.changed_sessions(after=writer.place, limit=_CHANGES)
+        except RollmeshError as error:
             _log.warning("late rewards and annotations wait", extra=fields(error=str(error)))
-            return
+            return ()
+
+    async def stopped() -> Sequence[collector_pb2.ReadChangesResponse]:
+        await stop.wait()
+        return ()
+
+    left = options.sessions
+    while left > 0 and writer.bytes < options.mebibytes * 2**20:
+        found = await first_of([read(), stopped()])
         for one in found:
             await asyncio.to_thread(writer.change, one.session, one.annotations, one.scores)
             writer.place = one.resume_token
         if len(found) < _CHANGES:
             return
+        left -= len(found)
 
 
 async def _keep(

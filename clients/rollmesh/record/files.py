@@ -522,15 +522,24 @@ def _read_records(
     root: Path, days: Sequence[str], damaged: list[str] | None
 ) -> Iterator[tuple[Path, session_pb2.SessionRecord]]:
     """Yields sessions with the files that they are in."""
+
+    def leave_out(error: SessionDamagedError) -> None:
+        if damaged is None:
+            raise error
+        damaged.append(error.message)
+
     rewards = read_rewards(_files(root, "rewards", days))
     for path in _files(root, "sessions", days):
         try:
             for tables in read_tables(path):
-                yield path, _record(root, tables, rewards, images.read)
+                try:
+                    record = _record(root, tables, rewards, images.read)
+                except SessionDamagedError as error:
+                    leave_out(error)
+                else:
+                    yield path, record
         except SessionDamagedError as error:
-            if damaged is None:
-                raise
-            damaged.append(error.message)
+            leave_out(error)
 
 
 def read_session(path: Path, session_id: str) -> session_pb2.SessionRecord | None:
