@@ -509,8 +509,8 @@ def test_pandas_reads_it(folder: Path) -> None:
 def test_datasets_reads_every_table(folder: Path) -> None:
     datasets = pytest.importorskip("datasets")
     for table, count in (
-        *(("annotations", 2), ("scores", 2), ("sessions", 8), ("trajectories", 9), ("nodes", 14)),
-    ):
+        ("annotations", 2), ("scores", 2), ("sessions", 8), ("trajectories", 9), ("nodes", 14)
+    ):  # fmt: skip
         read = datasets.load_dataset(
             "parquet", data_dir=str(folder / table), split="train", cache_dir=str(folder / "cache")
         )

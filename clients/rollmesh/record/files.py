@@ -238,17 +238,15 @@ class Writer:
 
     def _refuse(self) -> bool:
         """Takes sessions out of the batch whose rows cannot be converted. Returns whether any."""
-        for id_, record in list(self._records.items()):
-            try:
-                for table in ("sessions", *PARTS):
-                    for rows in (rows for (of, _), rows in self._rows.items() if of == table):
-                        own = [row for row in rows if row["session_id"] == id_]
-                        for piece in _pieces(table, own):
-                            arrow.Table.from_pylist(piece, schema_of(table))
-            except _UNWRITABLE as error:
-                reason = f"{type(error).__name__}: {error}"
-                self.refused[id_] = aside.Refused(reason, record.SerializeToString())
-                del self._records[id_]
+        for (table, _), rows in self._rows.items():
+            for id_, own in groupby(rows, itemgetter("session_id")):
+                try:
+                    for piece in _pieces(table, own):
+                        arrow.Table.from_pylist(piece, schema_of(table))
+                except _UNWRITABLE as error:
+                    if (record := self._records.pop(id_, None)) is not None:
+                        reason = f"{type(error).__name__}: {error}"
+                        self.refused[id_] = aside.Refused(reason, record.SerializeToString())
         for (table, _), rows in self._rows.items():
             if table not in LATE:
                 rows[:] = [row for row in rows if row["session_id"] not in self.refused]

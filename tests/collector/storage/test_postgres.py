@@ -34,7 +34,8 @@ async def test_a_store_of_an_earlier_release_gets_the_tables_that_it_lacks(
 ) -> None:
     async with postgres_store(database.url) as store:
         await ingest(store, record("a"), 0)
-    tables = (f"TABLE {name}" for name in ("scores", "checkpoints", "marks", "steps"))
+    names = ("scores", "checkpoints", "marks", "steps", "annotations", "changes")
+    tables = (f"TABLE {name}" for name in names)
     for lacking in (*tables, "INDEX groups_overdue"):
         database.sql(f"DROP {lacking}")
     database.sql("UPDATE version SET version = 3")
@@ -46,7 +47,8 @@ async def test_a_store_of_an_earlier_release_gets_the_tables_that_it_lacks(
         back = pb.RestoreCheckpointRequest(consumer="c", checkpoint_id="1")
         assert await store.restore_checkpoint(back) == 1
         assert await store.steps("c", 1) == []
-    assert database.sql("SELECT version FROM version") == "6"
+        assert await store.changes_after("", 9) == []
+    assert database.sql("SELECT version FROM version") == "7"
     assert database.sql("SELECT to_regclass('groups_overdue') IS NULL") == "f"
 
 
