@@ -174,8 +174,8 @@ async def test_each_node_of_any_tree_is_in_one_row_that_hangs_on_its_parent(page
     )
     for nodes, rows_ in zip(trees, found, strict=True):
         assert sorted(id_ for ids, _ in rows_ for id_ in ids) == list(range(1, 40))
-        parents = {one["node_id"]: one["parent"] for one in nodes}
-        assert [above for _, above in rows_] == [parents[ids[0]] for ids, _ in rows_]
+        expected = {one["node_id"]: one["parent"] for one in nodes}
+        assert [above for _, above in rows_] == [expected[ids[0]] for ids, _ in rows_]
 
 
 async def test_labels_stand_at_each_branch_and_where_they_change_also_in_a_run(page: Page) -> None:
