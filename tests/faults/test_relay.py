@@ -351,7 +351,8 @@ async def test_of_two_agents_with_one_key_one_leaves_while_the_link_is_cut_and_t
                 for _ in range(2)
             ]
             pieces = aiter(stays)
-            text = (await anext(pieces)).choices[0].delta.content or ""
+            first = await anext(pieces)
+            stayed, text = first.id, first.choices[0].delta.content or ""
             left = (await anext(aiter(leaves))).id
             with link.cut():
                 await leaves.close()
