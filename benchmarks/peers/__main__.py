@@ -84,6 +84,7 @@ async def protocols(name: str, stack: AsyncExitStack, folder: Path) -> list[Resu
             base_url=url,
             headers={"authorization": f"Bearer {key}"},
             timeout=_CHECK_S,
+            limits=httpx2.Limits(max_keepalive_connections=0),  # some close after a 500, unsaid
             trust_env=False,
         )
     )

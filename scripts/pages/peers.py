@@ -55,8 +55,9 @@ version {vllm} with an engine of its own ([conformance](conformance.md#vllms-own
 
 The kit was written with rollmesh, and some failures are choices of the others: Agent Lightning
 refuses streams, OpenEnv ends an agent with an answer where the context is full, and only verifiers
-and rLLM pass or answer retries by their marks. Each cell has the numbers of checks: passed, failed,
-not seen. The files of `docs/conformance` name them.
+and rLLM pass or answer retries by their marks. rLLM keeps token ids out of its answers, and LiteLLM
+puts them into fields of its own, so the checks of tokens see none. Each cell has the numbers of
+checks: passed, failed, not seen. The files of `docs/conformance` name them.
 
 """
 _NOT_TRIED = """

@@ -77,8 +77,9 @@ def _parser() -> argparse.ArgumentParser:
 async def _check(given: argparse.Namespace, named: list[str], key: str) -> int:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     base_url = given.base_url.rstrip("/")
+    fresh = httpx2.Limits(max_keepalive_connections=0)  # some servers close one without saying so
     async with httpx2.AsyncClient(
-        base_url=base_url, headers=headers, timeout=given.timeout_s
+        base_url=base_url, headers=headers, timeout=given.timeout_s, limits=fresh
     ) as client:
         server = Server(
             client,
