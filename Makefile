@@ -131,7 +131,7 @@ HARBOR_PYTHON ?= $(shell for p in python3.13 python3.12 $(HOME)/.pyenv/versions/
 	.venv-verifiers/bin/python $(PIP) --no-deps --require-hashes -r requirements/conformance-verifiers.txt
 	@touch $@
 
-# All of AReaL is 10 GB: its data proxy needs a few packages beside those of .venv.
+# AReaL requires eighty packages: its data proxy imports these, beside those of .venv.
 .venv-areal/.ready: requirements/conformance-areal.txt | .venv/.ready
 	@echo "setup: .venv-areal from requirements/conformance-areal.txt: what conformance-peers checks (0.1 GB)"
 	.venv/bin/python -m venv .venv-areal

@@ -72,14 +72,19 @@ _NOT_TRIED = """
   has no such route.
 - The semantic edges of verifiers: its own harnesses declare compactions and sub-agents by them.
 - AReaL 2: PyPI has 1.0.4. Its mode `hf`: `concat` keeps the sampled ids, and ignores stop strings.
-- NeMo Gym 0.7.0: it needs Python 3.13.14. Release 0.4.0, the newest for older ones, was installed
-  and has no capture of token ids.
-- The capture proxy of tinker-cookbook 0.6.1 was installed. It samples by the Tinker service only.
-- OpenPipe ART 0.5.23 was installed. It records in the agent's own process, and has no proxy.
-- SkyRL 0.4.0 was installed. Its servers route to engines, and its generator records.
-- smg 1.13.0 and vllm-router 0.1.17 route and record nothing.
-- Polar, slime, miles, prime-rl, Dressage and uni-agent are not on PyPI. Other projects have some of
-  these names.
+- smg 1.13.0 and vllm-router 0.1.17: they are routers.
+
+The code of these packages was read, without their dependencies, and none of it was run:
+
+- NeMo Gym 0.7.0 needs Python 3.13.14. Release 0.4.0, the newest for Python 3.12, has a model server
+  that returns token ids (`return_token_id_information`). That server could be checked.
+- The capture proxy of tinker-cookbook 0.6.1 samples by the Tinker service.
+- OpenPipe ART 0.5.23 records in the agent's own process, by patches of HTTP clients.
+- SkyRL 0.4.0: no proxy with a record of sessions was found in it.
+
+Not found on PyPI:
+
+- Polar, slime, miles, prime-rl, Dressage and uni-agent. Other projects have some of the names.
 """
 
 
