@@ -327,6 +327,7 @@ async def test_kills_of_archive_and_collector_leave_each_session_once(tmp_path: 
         flags = {"port": port.getsockname()[1], "data_dir": tmp_path / "data"}
         address = f"127.0.0.1:{flags['port']}"
         count = kept = 0
+        late: dict[str, float] = {}
         for life in range(12):
             async with AsyncExitStack() as stack:
                 collector = await stack.enter_async_context(
@@ -338,6 +339,9 @@ async def test_kills_of_archive_and_collector_leave_each_session_once(tmp_path: 
                 for _ in range(chance.randrange(10, 60)):
                     await ingest(stub, record(f"{count:04}"))
                     count += 1
+                for name in {f"{chance.randrange(count):04}" for _ in range(5)}:
+                    late[name] = life + 1.0
+                    await set_late(stub, name, late[name])
                 await settled(stub, kept := chance.randrange(kept, count))
                 if life % 3 == 0:
                     await collector.kill()
@@ -348,4 +352,8 @@ async def test_kills_of_archive_and_collector_leave_each_session_once(tmp_path: 
             archive(tmp_path, address),
         ):
             await settled(collector_pb2_grpc.CollectorServiceStub(channel), count)
+            last = {("advantages", *one) for one in late.items()}
+            await until(lambda: last <= late_rows(tmp_path).keys())
+    assert set(late_rows(tmp_path).values()) == {1}
+    assert {one: reward for one, reward in rewarded(tmp_path) if one in late} == late
     assert recorded(tmp_path) == Counter(f"{at:04}" for at in range(count))

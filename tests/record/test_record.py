@@ -291,7 +291,7 @@ def test_every_field_of_the_protocol_has_a_column() -> None:
         *("start", "end", "parent_index"),  # by the tokens and `parent_node_id`
     }
     path = node | {one.name for one in TABLES["trajectories"]} | {"segments", "tokens"}
-    path |= {"version_spans", "teacher"}  # the scores of one consumer's teacher are not recorded
+    path |= {"version_spans", "teacher"}  # the table `scores` has those of all teachers
     session = {one.name for one in TABLES["sessions"]} | {"trajectories", "tree", "messages"}
     tables: dict[Any, set[str]] = {
         trajectory_pb2.TrajectoryNode: node,
