@@ -150,11 +150,11 @@ def write_details(session: SessionResult, folder: str | Path, decode: Decode | N
         OSError: There is no such trial.
         ValueError: A log-probability is not finite.
     """
-    path = Path(folder) / "result.json"
-    result = json.loads(path.read_bytes())
-    context = result["agent_result"] or {}
-    result["agent_result"] = {**context, "rollout_details": rollout_details_of(session) or None}
-    _write(path, result)
+    if details := rollout_details_of(session):
+        path = Path(folder) / "result.json"
+        result = json.loads(path.read_bytes())
+        result["agent_result"] = {**(result["agent_result"] or {}), "rollout_details": details}
+        _write(path, result)
     if not documents_of(session, decode):
         return
     document = Path(folder) / "agent" / "trajectory.json"
