@@ -32,7 +32,7 @@ _STOP_TIMEOUT_S = 30
 _LINE_BYTES = 2**24
 _TOOLS, _MOST_TOOLS = 17_000, 200
 _TOKENS_PER_SECOND = 200
-_MESH = """\
+SCRIPTED_MESH = """\
 [mesh]
 data_dir = "{folder}/mesh"
 model_path = "{folder}/model"
@@ -47,6 +47,7 @@ eos_id = {eos}
 [gateway]
 max_context_tokens = {context}
 """
+"""Settings of a mesh with a scripted engine."""
 
 
 class System(Protocol):
@@ -146,7 +147,7 @@ def make_model(folder: Path) -> Model:
     ids = tokenizer.encode(f"{reply}{END}").ids
     (folder / "script.json").write_text(json.dumps([{"after": [], "reply": ids}]))
     (folder / "mesh.toml").write_text(
-        _MESH.format(
+        SCRIPTED_MESH.format(
             folder=folder,
             context=_CONTEXT,
             vocabulary=tokenizer.get_vocab_size(),

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks.harness.systems import read_line, run_process, until_listening
+from benchmarks.harness.systems import SCRIPTED_MESH, read_line, run_process, until_listening
 from benchmarks.mesh import until_ready
 from benchmarks.peers.door import Recorder
 from benchmarks.peers.engine import CONTEXT, REPLY, Engine, glue, make_model, spelled
@@ -30,21 +30,6 @@ VERIFIERS, AREAL = ROOT / ".venv-verifiers", ROOT / ".venv-areal"
 _ADMIN = "areal-admin-key"
 """The key that AReaL's data proxy has by itself."""
 _START_S = 240.0
-_MESH = """\
-[mesh]
-data_dir = "{folder}/mesh"
-model_path = "{folder}/model"
-
-[engine]
-backend = "scripted"
-script = "{folder}/script.json"
-max_context_tokens = {context}
-vocabulary_tokens = {vocabulary}
-eos_id = {eos}
-
-[gateway]
-max_context_tokens = {context}
-"""
 
 
 @asynccontextmanager
@@ -66,7 +51,7 @@ async def rollmesh(folder: Path, _upstream: str) -> AsyncIterator[Recorder]:
     (folder / "script.json").write_text(json.dumps(rules))
     config = folder / "mesh.toml"
     config.write_text(
-        _MESH.format(
+        SCRIPTED_MESH.format(
             folder=folder,
             context=CONTEXT,
             vocabulary=engine.tokenizer.get_vocab_size(),
