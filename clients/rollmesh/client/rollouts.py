@@ -384,7 +384,7 @@ class TimeLimits:
     close_s: float = 10.0
     """Opening or closing a session while the rollout is being cancelled."""
     reward_s: float = 60.0
-    """One call of the reward function, including the wait for a thread."""
+    """One call of the reward function, including the wait for a thread, or of `closed`."""
     delivery_s: float = 600.0
     """Waiting until the collector delivers a closed session to `on_session`."""
 
@@ -980,7 +980,8 @@ class Attempts:
         try:
             runner = find_runner(seat.group.runner)
             if (closed := getattr(runner, "closed", None)) is not None:
-                await closed(self._client, session_id)
+                async with asyncio.timeout(self._limits.reward_s):
+                    await closed(self._client, session_id)
         except Exception as error:  # the session counts all the same
             self._report("runner failed after the close", error, seat, attempt, session_id)
 

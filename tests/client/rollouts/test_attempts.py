@@ -295,3 +295,20 @@ async def test_a_runner_is_told_each_session_that_was_closed_and_its_error_then_
     assert runner.told == [one.session_id for one in gateway.closed]
     assert len(runner.told) == 2
     assert caplog.text.count("no space left") >= 1
+
+
+async def test_a_runner_that_does_not_return_after_a_close_does_not_hold_the_rollout(
+    gateway: ScriptedGateway, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Hanging:
+        async def __call__(self, prompt: str, session: Session) -> float:
+            return 1.0
+
+        async def closed(self, client: Client, session_id: str) -> None:
+            await asyncio.Event().wait()
+
+    limits = TimeLimits(reward_s=0.2)
+    async with asyncio.timeout(60):
+        summary = await rollout(client, ["a"], runner=Hanging(), n=1, limits=limits)
+    assert summary.counts == {"COMPLETED": 1}
+    assert "runner failed after the close" in caplog.text
