@@ -177,7 +177,8 @@ async def test_a_request_that_is_too_large_for_harbors_relay_fails_by_the_name_o
 async def test_an_agent_that_exceeds_harbors_limit_has_the_verifiers_reward(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
-    async with both(tmp_path, tokenizer_dir) as (mesh, harbor), mesh.client() as client:
+    slow = {"tokens_per_second": 20}  # the context is not full in time
+    async with both(tmp_path, tokenizer_dir, **slow) as (mesh, harbor), mesh.client() as client:
         runner = runner_of(harbor, turns=1_000_000, timeout=2)
         (group,) = await rolled(client, [harbor.task("one", ASKED)], runner=runner, n=1)
         (session,) = await trained(client, 1)
