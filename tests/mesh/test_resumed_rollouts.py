@@ -115,7 +115,11 @@ async def test_a_killed_rollout_goes_on_in_its_groups_and_repeats_no_session_tha
     assert (state["taken"], state["running"], state["seed"]) == (3, [1, 2], SEED)
     await mesh.restart("gateway")
     agent = Agent()
-    async with mesh.client() as client, client.subscribe("trainer") as groups:
+    async with (
+        mesh.client() as client,
+        client.subscribe("trainer") as groups,
+        client.subscribe("all", unit="session") as sessions,  # first: it keeps the superseded ones
+    ):
         ended = await resumed(client, agent, resume=state)
         assert sorted(agent.ran) == ["begun", "begun", "half"]
         attempts = {one.sample: sorted(seat.attempts for seat in one.sessions) for one in ended}
@@ -124,7 +128,7 @@ async def test_a_killed_rollout_goes_on_in_its_groups_and_repeats_no_session_tha
             assert [one.outcome for one in delivery.sessions] == ["COMPLETED"] * 2
             assert [one.reward for one in delivery.sessions] == [1.0, 1.0]
             assert not hanging.keys() & {one.session_id for one in delivery.sessions}
-        async with client.subscribe("all", unit="session") as sessions, asyncio.timeout(60):
+        async with asyncio.timeout(60):
             every = {
                 one.session_id: one for _ in range(9) for one in (await anext(sessions)).sessions
             }
