@@ -136,8 +136,10 @@ class Asking(_Agent):
             raise type(self._fails, (Exception,), {})("as the test wants")
         if self._own_trajectory:
             (self.logs_dir / "trajectory.json").write_text("{}")
-        (self.logs_dir / "answers.json").write_text(json.dumps(ids))
-        (self.logs_dir / "statuses.json").write_text(json.dumps(self._statuses))
+        for name, what in ("statuses", self._statuses), ("answers", ids):
+            written = self.logs_dir / f"{name}.part"  # tests that poll see whole files only
+            written.write_text(json.dumps(what))
+            written.rename(self.logs_dir / f"{name}.json")
         await environment.exec("echo done > /app/done.txt")
 
     async def _count(self, response: Any) -> None:
