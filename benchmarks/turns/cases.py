@@ -35,6 +35,7 @@ _LARGE = Shape(turns=4, first_bytes=48_000)
 _SMALL = Shape(turns=24, first_bytes=40, turn_bytes=40)
 _OPEN_SESSIONS = 64
 _STREAMS, _STREAM_TURNS = 4, 6
+_TRACED_SESSIONS, _TRACED_PAIRS = 16, 8
 
 Figures = dict[str, float]
 
@@ -54,6 +55,21 @@ async def contexts(name: str, system: System, model: Model, seed: int) -> Figure
                 figures[f"{name}cpu_{label}_{process}"] = spent
         await system.close()
     return figures
+
+
+async def traces(mesh: System, traced: System, seed: int) -> Figures:
+    """Returns the CPU time of a mesh that sends traces, over that of one which does not.
+
+    They work by turns, a second or two each: the host's own load changes more slowly.
+    """
+    spent = [0.0, 0.0]
+    for pair in range(_TRACED_PAIRS):
+        texts = seed * _TRACED_PAIRS + pair
+        for one in (0, 1) if pair % 2 else (1, 0):
+            system = (mesh, traced)[one]
+            found = await measure(system, Shape(), _TRACED_SESSIONS, _TRACED_SESSIONS, texts)
+            spent[one] += found.cpu_ms
+    return {"traces_cpu_ratio": spent[1] / spent[0]}
 
 
 async def tools(name: str, system: System, model: Model, seed: int) -> Figures:
