@@ -27,7 +27,10 @@ from tests.meshes import Mesh, scripted_mesh
 from tests.record.readers import read_by
 
 pytest.importorskip("pyarrow")
+from pyarrow import parquet
+
 from rollmesh.record.files import Writer, read_records, read_session, read_stored
+from rollmesh.record.late import TABLES as LATE
 from rollmesh.record.schema import TABLES
 from rollmesh.record.tables import Tables, tables_of
 
@@ -257,6 +260,34 @@ def test_an_index_made_again_knows_late_values(tmp_path: Path) -> None:
     assert list(read_records(tmp_path)) == [session]
 
 
+def test_the_last_value_counts_though_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = every_kind()[0]
+    write(tmp_path, session)
+    for at, now_ms in enumerate((3 * DAY_MS, 2 * DAY_MS, 2 * DAY_MS - 1, DAY_MS)):
+        monkeypatch.setattr("rollmesh.runtime.clock.unix_ms", lambda now_ms=now_ms: now_ms)
+        with Writer(tmp_path) as writer:
+            for value in (at, at + 0.5):
+                session.reward = value
+                writer.change(session, [annotation("advantages", value)])
+            writer.commit()
+        (kept,) = read_stored(tmp_path, [])
+        assert (kept.session.reward, kept.annotations) == (value, [annotation("advantages", value)])
+        (tmp_path / "_index.sqlite").unlink()  # made again of the files
+        with Writer(tmp_path) as writer:
+            writer.change(session, kept.annotations)
+            assert writer.is_empty
+    for table in ("rewards", "annotations"):
+        rows = [
+            each["recorded_unix_ms"]
+            for path in sorted(tmp_path.glob(f"{table}/*/*.parquet"))
+            for each in parquet.read_table(path, partitioning=None).to_pylist()
+        ]
+        assert len(set(rows)) == 8
+        assert rows == sorted(rows)
+
+
 def test_a_delivery_is_older_than_rewards_that_were_read(tmp_path: Path) -> None:
     session = every_kind()[0]
     before = session_pb2.SessionRecord.FromString(session.SerializeToString())
@@ -283,6 +314,23 @@ def test_a_session_that_parquet_cannot_hold_is_set_aside(
     write(tmp_path, fine, poison)
     assert [one.session_id for one in read_records(tmp_path)] == ["fine"]
     assert (tmp_path / "_set_aside" / "poison.binpb").read_bytes() == poison.SerializeToString()
+    assert {path.parts[-3] for path in tmp_path.glob("*/*/*.parquet")} == {"sessions"}
+
+
+def test_a_batch_that_parquet_cannot_hold_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tables(session: session_pb2.SessionRecord) -> Tables:
+        found = tables_of(session)
+        return found._replace(session=found.session | {"turns": -1})
+
+    monkeypatch.setattr("rollmesh.record.files.tables_of", tables)
+    write(tmp_path, *every_kind())
+    assert len(list((tmp_path / "_set_aside").glob("*.binpb"))) == len(every_kind())
+    assert not list(tmp_path.rglob("*.parquet"))
+    monkeypatch.undo()
+    write(tmp_path, *every_kind())
+    assert len(list(read_records(tmp_path))) == len(every_kind())
 
 
 def test_every_field_of_the_protocol_has_a_column() -> None:
@@ -478,6 +526,8 @@ def same(one: Any, other: Any) -> None:
 # Readers.
 
 TOKENS = "[0, 1, 2, 3, 4, 5]"
+COUNTS = {"sessions": 8, "trajectories": 9, "nodes": 14} | dict.fromkeys(LATE, 2)
+"""Rows of each table."""
 
 
 @pytest.fixture
@@ -486,6 +536,7 @@ def folder(tmp_path: Path) -> Path:
     write(tmp_path, *sessions)
     with Writer(tmp_path) as writer:
         for value in (1.0, 2.0):
+            sessions[0].reward = value + 1
             own = annotation("logprobs", *[-value] * 5, np.nan)
             writer.change(sessions[0], [own], [taught("teacher", int(value), 3)])
             writer.commit()
@@ -508,14 +559,14 @@ def test_pandas_reads_it(folder: Path) -> None:
 
 def test_datasets_reads_every_table(folder: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    for table, count in (
-        ("annotations", 2), ("scores", 2), ("sessions", 8), ("trajectories", 9), ("nodes", 14)
-    ):  # fmt: skip
-        read = datasets.load_dataset(
+    read = {
+        table: datasets.load_dataset(
             "parquet", data_dir=str(folder / table), split="train", cache_dir=str(folder / "cache")
         )
-        assert len(read) == count
-    tokens = {(one["session_id"], one["node_id"]): one["token_ids"] for one in read}
+        for table in COUNTS
+    }
+    assert {table: len(rows) for table, rows in read.items()} == COUNTS
+    tokens = {(one["session_id"], one["node_id"]): one["token_ids"] for one in read["nodes"]}
     assert tokens["sampled", 2] == [2, 3, 4, 5]
 
 
@@ -561,3 +612,45 @@ print(json.dumps(mine.select("token_ids").collect()["token_ids"].explode().to_li
         folder,
     )
     assert json.loads(said) == json.loads(TOKENS)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(
+            """
+import json, polars
+for table in TABLES:
+    read = polars.scan_parquet(f"{table}/**/*.parquet", hive_partitioning=True).collect()
+    print(json.dumps([table, read.height, sorted(read.columns)]))
+""",
+            id="polars",
+        ),
+        pytest.param(
+            """
+import json, duckdb
+for table in TABLES:
+    read = duckdb.sql(
+        f"SELECT * FROM read_parquet('{table}/*/*.parquet', hive_partitioning = true)"
+    )
+    print(json.dumps([table, len(read.fetchall()), sorted(read.columns)]))
+""",
+            id="duckdb",
+        ),
+        pytest.param(
+            """
+import json, pandas
+for table in TABLES:
+    read = pandas.read_parquet(table)
+    print(json.dumps([table, len(read), sorted(read.columns)]))
+""",
+            id="pandas",
+        ),
+    ],
+)
+def test_every_reader_has_every_table_and_column(folder: Path, program: str) -> None:
+    said = read_by(f"TABLES = {list(TABLES)}{program}", folder)
+    assert [json.loads(line) for line in said.splitlines()] == [
+        [table, COUNTS[table], sorted([*(one.name for one in columns), "date"])]
+        for table, columns in TABLES.items()
+    ]

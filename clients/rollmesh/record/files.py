@@ -6,7 +6,6 @@ Files of a batch that did not come so far are removed by the next writer.
 """
 
 import fcntl
-import json
 import os
 import shutil
 import sqlite3
@@ -14,45 +13,30 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, date, datetime
-from hashlib import blake2b
 from itertools import chain, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
-import numpy as np
 import pyarrow as arrow
 from pyarrow import compute, parquet
 
-from rollmesh.record import aside, images
+from rollmesh.record import aside, images, late
 from rollmesh.record.schema import VERSION, VERSION_KEY, schema_of
 from rollmesh.record.tables import Stored, Tables, record_of, tables_of, with_versions
 from rollmesh.runtime import clock, owner_only
 from rollmesh.runtime.codec.records import apply_rewards
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionDamagedError
-from rollmesh.runtime.runs import number_of, run_of, version_of
-from rollmesh.v1 import collector_pb2, session_pb2, trajectory_pb2
+from rollmesh.v1 import collector_pb2, session_pb2
 
 _Row: TypeAlias = dict[str, Any]
 _LOCK, _INDEX, _WRITING, _IMAGES = "_lock", "_index.sqlite", "_writing", "images"
 PARTS = ("nodes", "trajectories")
 """The files of these tables are renamed before the files of `COMMITS`."""
-LATE = ("rewards", "annotations", "scores")
-"""Tables of late values."""
-COMMITS = ("sessions", *LATE)
+COMMITS = ("sessions", *late.TABLES)
 _NAMES = "date=*/[0-9]*-????????.parquet"
 _ARRAYS = ("token_ids", "logprobs", "loss_mask", "values", "top_ids", "top_logprobs")
-_LATE_VALUES = {
-    "rewards": ("reward", "trajectory_rewards", "turn_rewards"),
-    "annotations": ("values",),
-    "scores": ("policy_version", "policy_run", "start", "logprobs", "top_ids", "top_logprobs"),
-}
-"""The columns by whose values rows of a key differ."""
-_LATE_KEYS = {
-    "annotations": ("trajectory_id", "name"),
-    "scores": ("trajectory_id", "model", "top_k"),
-}
 _OF_SPANS = {"policy_versions", "policy_runs"}
 """Columns for other readers. A session is read by its spans."""
 _UNWRITABLE = (
@@ -72,14 +56,6 @@ CREATE TABLE IF NOT EXISTS places (name TEXT PRIMARY KEY, place TEXT NOT NULL) W
 """
 
 
-class _Last(NamedTuple):
-    """The last values that the record has of a kind of a session's rewards or annotations."""
-
-    digest: bytes
-    was_read: bool
-    """Whether they were read from the store, after which a delivery may be older."""
-
-
 class Writer:
     """The only writer of a record's folder. Not for several threads at once."""
 
@@ -95,10 +71,11 @@ class Writer:
         self._rows: dict[tuple[str, str], list[_Row]] = {}  # by table and day
         self._images: dict[str, session_pb2.SessionImage] = {}
         self._records: dict[str, session_pb2.SessionRecord] = {}
-        self._late: dict[tuple[str, str], _Last] = {}
+        self._late: dict[tuple[str, str], late.Last] = {}
         self.refused: dict[str, aside.Refused] = {}
         """Sessions of the batch that the record cannot hold, by id."""
         self._name = self._place = ""
+        self._newest_ms = 0
         try:
             owner_only.make_folder(folder)
             with ExitStack() as stack:
@@ -129,10 +106,10 @@ class Writer:
 
         A session that cannot be converted is among `refused`.
         """
-        day, rewards = _day(record.closed_unix_ms), _rewards(record)
+        day, rewards = _day(record.closed_unix_ms), late.rewards_of(record)
         self.sessions += 1
         self.bytes += record.ByteSize()
-        known = self._last(record.session_id, _kind("rewards", rewards))
+        known = self._last(record.session_id, late.key_of("rewards", rewards))
         if record.session_id in self._records or self._has(record.session_id):
             if known is None or not known.was_read:
                 self._add_late("rewards", day, rewards, was_read=False)
@@ -148,8 +125,9 @@ class Writer:
             self._note("rewards", rewards, was_read=False)
         self._images |= {image.sha256: image for image in record.images}
         self._rows.setdefault(("sessions", day), []).append(tables.session)
-        self._rows.setdefault(("trajectories", day), []).extend(tables.trajectories)
-        self._rows.setdefault(("nodes", day), []).extend(tables.nodes)
+        for table in PARTS:
+            if rows := getattr(tables, table):
+                self._rows.setdefault((table, day), []).extend(rows)
 
     def change(
         self,
@@ -164,31 +142,38 @@ class Writer:
             annotations: All of its annotations.
             scores: All scores of teachers.
         """
-        day = _day(session.closed_unix_ms)
-        self._add_late("rewards", day, _rewards(session), was_read=True)
+        id_, day = session.session_id, _day(session.closed_unix_ms)
+        self._add_late("rewards", day, late.rewards_of(session), was_read=True)
         for one in annotations:
             self.bytes += one.ByteSize()
-            self._add_late("annotations", day, _annotation(session.session_id, one), was_read=True)
+            self._add_late("annotations", day, late.annotation_of(id_, one), was_read=True)
         for each in scores:
             self.bytes += each.ByteSize()
-            self._add_late("scores", day, _scores(session.session_id, each), was_read=True)
+            self._add_late("scores", day, late.scores_of(id_, each), was_read=True)
 
     def _add_late(self, table: str, day: str, row: _Row, *, was_read: bool) -> None:
-        last = self._last(row["session_id"], _kind(table, row))
-        digest = _digest(table, row)
-        if digest != (last.digest if last else _NO_REWARDS):
+        last = self._last(row["session_id"], late.key_of(table, row))
+        digest = late.digest_of(table, row)
+        if digest != (last.digest if last else late.NO_REWARDS):
+            row["recorded_unix_ms"] = self._next_ms()
             self._rows.setdefault((table, day), []).append(row)
         self._note(table, row, was_read=was_read)
 
     def _note(self, table: str, row: _Row, *, was_read: bool) -> None:
-        self._late[row["session_id"], _kind(table, row)] = _Last(_digest(table, row), was_read)
+        last = late.Last(late.digest_of(table, row), was_read)
+        self._late[row["session_id"], late.key_of(table, row)] = last
 
-    def _last(self, session_id: str, kind: str) -> _Last | None:
+    def _next_ms(self) -> int:
+        """Returns the time, and more than it returned before if the clock was set back."""
+        self._newest_ms = max(clock.unix_ms(), self._newest_ms + 1)
+        return self._newest_ms
+
+    def _last(self, session_id: str, kind: str) -> late.Last | None:
         if (last := self._late.get((session_id, kind))) is not None:
             return last
         sql = "SELECT digest, was_read FROM late WHERE session_id = ? AND what = ?"
         row = self._index.execute(sql, (session_id, kind)).fetchone()
-        return None if row is None else _Last(row[0], bool(row[1]))
+        return None if row is None else late.Last(row[0], bool(row[1]))
 
     @property
     def is_empty(self) -> bool:
@@ -247,15 +232,18 @@ class Writer:
                     if (record := self._records.pop(id_, None)) is not None:
                         reason = f"{type(error).__name__}: {error}"
                         self.refused[id_] = aside.Refused(reason, record.SerializeToString())
-        for (table, _), rows in self._rows.items():
-            if table not in LATE:
+        for (table, day), rows in list(self._rows.items()):
+            if table not in late.TABLES:
                 rows[:] = [row for row in rows if row["session_id"] not in self.refused]
+            if not rows:
+                del self._rows[table, day]
         return bool(self.refused)
 
     def _write(self) -> None:
-        self._name = f"{clock.unix_ms():013d}-{uuid.uuid4().hex[:8]}.parquet"
+        self._name = f"{self._next_ms():013d}-{uuid.uuid4().hex[:8]}.parquet"
         images.write(self._images.values(), self.folder / _IMAGES)
-        (self.folder / _WRITING).mkdir(mode=0o700, exist_ok=True)
+        self._drop_unnamed()
+        (self.folder / _WRITING).mkdir(mode=0o700)
         for (table, day), rows in self._rows.items():
             path = self._unnamed(table, day)
             with path.open("wb") as file:
@@ -309,6 +297,10 @@ class Writer:
     def _unnamed(self, table: str, day: str) -> Path:
         return self.folder / _WRITING / f"{table}-{day}-{self._name}"
 
+    def _drop_unnamed(self) -> None:
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.folder / _WRITING)
+
     def _has(self, session_id: str) -> bool:
         found = self._index.execute("SELECT 1 FROM sessions WHERE session_id = ?", (session_id,))
         return found.fetchone() is not None
@@ -318,15 +310,14 @@ class Writer:
             rows = [(one,) for one in session_ids]
             self._index.executemany("INSERT OR IGNORE INTO sessions VALUES (?)", rows)
             self._index.executemany("INSERT OR IGNORE INTO files VALUES (?)", [(f,) for f in files])
-            late = [(*key, *last) for key, last in self._late.items()]
-            self._index.executemany("INSERT OR REPLACE INTO late VALUES (?, ?, ?, ?)", late)
+            last = [(*key, *one) for key, one in self._late.items()]
+            self._index.executemany("INSERT OR REPLACE INTO late VALUES (?, ?, ?, ?)", last)
             place = [("changes", self._place)] if self._place else []
             self._index.executemany("INSERT OR REPLACE INTO places VALUES (?, ?)", place)
 
     def _clean(self) -> None:
         """Removes files of a batch whose sessions have no file. Others' files stay."""
-        with suppress(FileNotFoundError):
-            shutil.rmtree(self.folder / _WRITING)
+        self._drop_unnamed()
         for table in PARTS:
             for path in (self.folder / table).glob(_NAMES):
                 if not (self.folder / "sessions" / path.parent.name / path.name).exists():
@@ -338,6 +329,7 @@ class Writer:
         for table in COMMITS:
             for path in sorted((self.folder / table).glob(_NAMES), key=lambda path: path.name):
                 name = path.relative_to(self.folder).as_posix()
+                self._newest_ms = max(self._newest_ms, int(path.name.partition("-")[0]))
                 if name in known:
                     continue
                 ids: list[str] = []
@@ -366,28 +358,6 @@ def _pieces(table: str, rows: Iterable[_Row]) -> Iterator[list[_Row]]:
         yield piece
 
 
-def _rewards(record: session_pb2.SessionRecord) -> _Row:
-    """Returns the row of a session's rewards."""
-    found = {
-        run.node_id: run.reward
-        for one in record.trajectories
-        for run in one.segments
-        if run.HasField("reward")
-    }
-    found |= {node.node_id: node.reward for node in record.tree.nodes if node.HasField("reward")}
-    return {
-        "session_id": record.session_id,
-        "recorded_unix_ms": clock.unix_ms(),
-        "reward": record.reward if record.HasField("reward") else None,
-        "trajectory_rewards": [
-            {"trajectory_id": one.trajectory_id, "reward": one.reward}
-            for one in record.trajectories
-            if one.HasField("reward")
-        ],
-        "turn_rewards": [{"node_id": id_, "reward": reward} for id_, reward in found.items()],
-    }
-
-
 def _delivered_rewards(path: Path) -> Iterator[_Row]:
     """Yields the rows of rewards with which the sessions of a file were delivered."""
     parts: dict[str, dict[str, list[_Row]]] = {}
@@ -406,57 +376,6 @@ def _delivered_rewards(path: Path) -> Iterator[_Row]:
         yield (
             row | {"trajectory_rewards": [], "turn_rewards": []} | parts.get(row["session_id"], {})
         )
-
-
-def _annotation(session_id: str, one: collector_pb2.Annotation) -> _Row:
-    return {
-        "session_id": session_id,
-        "recorded_unix_ms": clock.unix_ms(),
-        "trajectory_id": one.trajectory_id,
-        "name": one.name,
-        "values": np.frombuffer(one.values_f32le, "<f4"),
-    }
-
-
-def _scores(session_id: str, one: collector_pb2.TrajectoryScores) -> _Row:
-    found = one.scores
-    logprobs = np.frombuffer(found.logprobs_f32le, "<f4")
-    top_ids = np.frombuffer(found.top_ids_u32le, "<u4")
-    return {
-        "session_id": session_id,
-        "recorded_unix_ms": clock.unix_ms(),
-        "trajectory_id": one.trajectory_id,
-        "model": found.model,
-        "policy_version": version_of(found.policy_version),
-        "policy_run": run_of(found.policy_version),
-        "start": found.start,
-        "logprobs": logprobs,
-        "top_k": len(top_ids) // max(len(logprobs), 1),
-        "top_ids": top_ids,
-        "top_logprobs": np.frombuffer(found.top_logprobs_f32le, "<f4"),
-    }
-
-
-def _kind(table: str, row: _Row) -> str:
-    """Returns the key of a late row in its session."""
-    return "/".join([table, *(str(row[name]) for name in _LATE_KEYS.get(table, ()))])
-
-
-def _digest(table: str, row: _Row) -> bytes:
-    """Returns a digest of a row's values, as they are written or read."""
-    digest = blake2b(digest_size=16)
-    for name in _LATE_VALUES[table]:
-        value = row[name]
-        if name in _ARRAYS:
-            values = np.asarray(value, "<u4" if name == "top_ids" else "<f4")
-            digest.update(np.where(np.isnan(values), np.float32(np.nan), values).tobytes())
-        else:
-            parts = sorted(map(json.dumps, value)) if isinstance(value, list) else value
-            digest.update(json.dumps(parts).encode())
-    return digest.digest()
-
-
-_NO_REWARDS = _digest("rewards", {"reward": None, "trajectory_rewards": [], "turn_rewards": []})
 
 
 def _day(unix_ms: int) -> str:
@@ -496,24 +415,12 @@ def read_stored(folder: Path, damaged: list[str]) -> Iterator[Stored]:
         ids = _ids_in(of_file)
         annotations = read_annotations(of_file, ids)
         scores = {
-            id_: [_as_scores(row) for row in rows]
+            id_: [late.scores_in(row) for row in rows]
             for id_, rows in _read_late("scores", of_file, ids).items()
         }
         for _, record in records:
             id_ = record.session_id
             yield Stored(record, annotations.get(id_, []), scores.get(id_, []))
-
-
-def _as_scores(row: _Row) -> collector_pb2.TrajectoryScores:
-    found = trajectory_pb2.TeacherScores(
-        model=row["model"],
-        policy_version=number_of(row["policy_run"], row["policy_version"]),
-        start=row["start"],
-        logprobs_f32le=np.asarray(row["logprobs"], "<f4").tobytes(),
-        top_ids_u32le=np.asarray(row["top_ids"], "<u4").tobytes(),
-        top_logprobs_f32le=np.asarray(row["top_logprobs"], "<f4").tobytes(),
-    )
-    return collector_pb2.TrajectoryScores(trajectory_id=row["trajectory_id"], scores=found)
 
 
 def _read_records(
@@ -569,14 +476,7 @@ def read_annotations(
         session_ids: The sessions.
     """
     return {
-        id_: [
-            collector_pb2.Annotation(
-                name=row["name"],
-                trajectory_id=row["trajectory_id"],
-                values_f32le=np.asarray(row["values"], "<f4").tobytes(),
-            )
-            for row in rows
-        ]
+        id_: [late.annotation_in(row) for row in rows]
         for id_, rows in _read_late("annotations", path, session_ids).items()
     }
 
@@ -584,15 +484,11 @@ def read_annotations(
 def _read_late(table: str, path: Path, session_ids: Collection[str]) -> dict[str, list[_Row]]:
     """Returns the last rows of late values of sessions of a file, by session."""
     root, day = path.parents[2], path.parent.name.removeprefix("date=")
-    last: dict[tuple[str, str], _Row] = {}
-    for file in _files(root, table, [day, day]):
-        rows = _by_session(file, *(session_ids if len(session_ids) == 1 else ()))
-        for row in chain.from_iterable(rows.get(one, ()) for one in session_ids):
-            key = row["session_id"], _kind(table, row)
-            if last.setdefault(key, row)["recorded_unix_ms"] <= row["recorded_unix_ms"]:
-                last[key] = row
+    only = session_ids if len(session_ids) == 1 else ()
+    files = (_by_session(file, *only) for file in _files(root, table, [day, day]))
+    rows = chain.from_iterable(rows.get(one, ()) for rows in files for one in session_ids)
     found: dict[str, list[_Row]] = {}
-    for (id_, _), row in sorted(last.items(), key=itemgetter(0)):
+    for (id_, _), row in sorted(late.last_of(table, rows).items(), key=itemgetter(0)):
         found.setdefault(id_, []).append(row)
     return found
 
@@ -624,13 +520,8 @@ def read_rewards(paths: Iterable[Path], session_id: str = "") -> dict[str, _Row]
 
     Raises as `read_session`.
     """
-    rewards: dict[str, _Row] = {}
-    for path in paths:
-        for row in _read(path, session_id).to_pylist():
-            last = rewards.setdefault(row["session_id"], row)
-            if last["recorded_unix_ms"] <= row["recorded_unix_ms"]:
-                rewards[row["session_id"]] = row
-    return rewards
+    rows = chain.from_iterable(_read(path, session_id).to_pylist() for path in paths)
+    return {id_: row for (id_, _), row in late.last_of("rewards", rows).items()}
 
 
 def _record(
@@ -650,8 +541,8 @@ def _record(
             f"{error}; bring its file back"
         ) from error
     record = record_of(tables, found)
-    if (late := rewards.get(record.session_id)) is not None:
-        apply_rewards(record, _late(late))
+    if (own := rewards.get(record.session_id)) is not None:
+        apply_rewards(record, late.rewards_in(own))
     return record
 
 
@@ -727,11 +618,3 @@ def _lists(column: Any) -> Iterator[Any]:
         ends = chunk.offsets.to_numpy()
         for start, end in pairwise(ends):
             yield values[start:end]
-
-
-def _late(row: Mapping[str, Any]) -> session_pb2.SessionRewards:
-    trajectories = {one["trajectory_id"]: one["reward"] for one in row["trajectory_rewards"]}
-    turns = {one["node_id"]: one["reward"] for one in row["turn_rewards"]}
-    return session_pb2.SessionRewards(
-        reward=row["reward"], trajectory_rewards=trajectories, turn_rewards=turns
-    )
