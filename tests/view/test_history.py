@@ -17,7 +17,11 @@ def member(
 
 
 def look(
-    *members: router_pb2.Replica, version: int = 1, takeovers: float = 0, start: float = 5.0
+    *members: router_pb2.Replica,
+    version: int = 1,
+    takeovers: float = 0,
+    start: float = 5.0,
+    name: str = "g",
 ) -> Observation:
     gateway: dict[str, dict[Labels, float]] = {
         "rollmesh_gateway_journal_takeovers_total": {(): takeovers},
@@ -27,7 +31,7 @@ def look(
         at_ms=0,
         servers=[
             Server(kind="router", name="r", samples={"rollmesh_router_queue_length": {(): 3.0}}),
-            Server(kind="gateway", name="g", samples=gateway),
+            Server(kind="gateway", name=name, samples=gateway),
         ],
         members=router_pb2.ListReplicasResponse(
             replicas=members,
@@ -78,6 +82,19 @@ def test_pushes_and_takeovers_are_events() -> None:
     ]
     history.add(look(version=10**12 + 2, takeovers=0), 3)  # its process began anew
     assert len(events(history)) == 2
+
+
+def test_takeovers_of_a_gateway_that_is_new_or_began_anew_are_events() -> None:
+    history = History()
+    history.add(look(), 1)
+    history.add(look(name="h", takeovers=3), 2)
+    history.add(look(name="h", takeovers=2, start=9.0), 3)
+    history.add(look(name="h", takeovers=2, start=9.0), 4)
+    assert events(history) == [
+        "gateway h took 3 journals over",
+        "gateway h restarted",
+        "gateway h took 2 journals over",
+    ]
 
 
 def test_routers_that_are_away_make_a_gap() -> None:

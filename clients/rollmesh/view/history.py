@@ -28,7 +28,7 @@ class History:
         self._members: set[_Member] | None = None
         self._versions: dict[str, int] | None = None
         self._starts: dict[_Member, float] = {}
-        self._takeovers: dict[str, float] = {}
+        self._takeovers: dict[_Member, float] = {}
 
     def shown(self) -> dict[str, list[dict[str, Any]]]:
         """Returns the points and events, oldest first. `at` is Unix time, milliseconds."""
@@ -39,8 +39,9 @@ class History:
         if seen.members is None:
             return
         self._points.append({"at": unix_ms, **_load(seen)})
-        events = self._moves(seen.members), self._restarts(seen), self._pushes(seen.members)
-        for text in chain(*events, self._taken(seen)):
+        first = self._members is None
+        events = self._moves(seen.members), self._pushes(seen.members), self._processes(seen, first)
+        for text in chain(*events):
             self._events.append({"at": unix_ms, "name": text})
 
     def _moves(self, members: router_pb2.ListReplicasResponse) -> Iterator[str]:
@@ -50,15 +51,26 @@ class History:
             yield from (f"{kind} {name} left" for kind, name in sorted(before - now))
             yield from (f"{kind} {name} joined" for kind, name in sorted(now - before))
 
-    def _restarts(self, seen: Observation) -> Iterator[str]:
+    def _processes(self, seen: Observation, first: bool) -> Iterator[str]:
+        """Yields processes that began anew, and takeovers. Those of before the first look are not.
+
+        A gateway that is new to a mesh that was looked at, or began anew, has counted from 0.
+        """
         for server in seen.servers:
-            start = server.total(_START)
-            if start is None:
-                continue
+            start, count = server.total(_START), server.total(_TAKEOVERS)
             place = server.kind, server.name
-            if start > self._starts.get(place, start) + _SAME_S:
-                yield f"{server.kind} {server.name} restarted"
-            self._starts[place] = start
+            known = self._starts.get(place)
+            if start is not None:
+                if known is not None and start > known + _SAME_S:
+                    yield f"{server.kind} {server.name} restarted"
+                    self._takeovers[place] = 0.0
+                self._starts[place] = start
+            if count is not None:
+                new = known is None and not first
+                more = count - self._takeovers.get(place, 0.0 if new else count)
+                self._takeovers[place] = count
+                if more > 0:
+                    yield f"gateway {server.name} took {more:.0f} journals over"
 
     def _pushes(self, members: router_pb2.ListReplicasResponse) -> Iterator[str]:
         before, now = (
@@ -70,16 +82,6 @@ class History:
             for model, version in now.items():
                 if before.get(model, 0) != version:
                     yield f"{told(version)} of {model} pushed"
-
-    def _taken(self, seen: Observation) -> Iterator[str]:
-        for server in seen.of("gateway"):
-            count = server.total(_TAKEOVERS)
-            if count is None:
-                continue
-            more = count - self._takeovers.get(server.name, count)
-            self._takeovers[server.name] = count
-            if more > 0:
-                yield f"gateway {server.name} took {more:.0f} journals over"
 
 
 def _member(hello: router_pb2.ReplicaHello) -> _Member:
