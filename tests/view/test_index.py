@@ -121,6 +121,86 @@ def test_a_group_with_one_session_that_is_meant_is_there_with_all_of_them(
     assert {one["sessions"] for one in found["rows"]} <= {2}
 
 
+@pytest.mark.parametrize(
+    ("where", "sessions"),
+    [
+        ('task="sort the shelves"', ["s3"]),
+        ("task=sort", []),
+        ("reward<1", ["s3", "s7"]),
+        ("reward>=1 lag=0", ["s4-cut", "s2", "s1"]),
+        ("reward=none", ["s6", "s5"]),
+        ("turns>1", []),
+        ("tokens=8 sampled<=5 trained>4 malformed=0 seconds>=8", ["s4-cut"]),
+        ("lag>0", []),
+        ("metadata.turns=many", ["s7"]),
+        ("metadata.a<b=x=y", ["s7"]),
+        (f"long={'l' * 500}", ["s7"]),
+    ],
+)
+def test_sessions_and_groups_are_found_by_their_metadata_and_by_bounds(
+    index: Index, where: str, sessions: list[str]
+) -> None:
+    metadata = {"turns": "many", "a<b": "x=y", "long": "l" * 600}
+    index.add([record("s7", 0.5, group="more", closed_unix_ms=500, metadata=metadata)])
+    chosen = Selection(where=where)
+    assert ids(index.sessions(chosen)) == sessions
+    group_of = {"s1": "even", "s2": "even", "s3": "mixed", "s4-cut": "mixed", "s7": "more"}
+    groups = {one["group_id"] for one in index.groups(chosen)["rows"]}
+    assert groups == {group_of[one] for one in sessions if one in group_of}
+    assert sum(one["sessions"] for one in index.series(chosen)["points"]) == len(sessions)
+
+
+@pytest.mark.parametrize(
+    "where", ["task", "task>1", 'task="a', "reward>x", "reward>nan", "a=b " * 21]
+)
+def test_a_term_that_is_none_is_refused(index: Index, where: str) -> None:
+    for read in (index.sessions, index.groups):
+        with pytest.raises(InvalidFieldError, match="where"):
+            read(Selection(where=where))
+
+
+def test_groups_without_rewards_come_after_those_that_stand_out(index: Index) -> None:
+    index.add([record("none", None, group="none"), record("wrong", 0.0, group="wrong")])
+    for order, first in (("all wrong", "wrong"), ("all right", "even")):
+        found = [one["group_id"] for one in index.groups(Selection(), order)["rows"]]
+        assert (found[0], found[-1]) == (first, "none")
+
+
+@pytest.mark.parametrize(
+    "words", ["second", "cat readme", "deeper", "shelves", "排序", "书架", "12345"]
+)
+def test_words_are_found_behind_escapes_in_json_in_arguments_and_in_chinese(
+    words: str, index: Index
+) -> None:
+    arguments = json.dumps({"command": "ls\ncat README.md", "inner": json.dumps(["deeper"])})
+    said = [
+        {"role": "assistant", "content": "first\nsecond\ud800 请按颜色排序书架",
+         "tool_calls": [{"function": {"name": "run", "arguments": arguments}}]},
+        {"role": "tool", "content": "{broken\nshelves", "n": 12345},
+    ]  # fmt: skip
+    session = record("said")
+    session.messages.add(node_id=1, data=json.dumps(said).encode())
+    index.add([session])
+    assert "said" in ids(index.sessions(Selection(words=words)))
+
+
+@pytest.mark.parametrize("words", ['"', "a\0b", "?!", "NEAR(a b)", "a*", "-a", "[" * 5_000])
+def test_words_of_any_signs_are_no_error(index: Index, words: str) -> None:
+    session = record("deep")
+    session.messages.add(node_id=1, data=b"[" * 50_000)
+    index.add([session])
+    index.sessions(Selection(words=words))
+
+
+def test_rewards_that_are_no_numbers_and_huge_ones_leave_the_sums(index: Index) -> None:
+    for at, reward in enumerate((float("nan"), float("inf"), -1e300, 1e300)):
+        index.add([record(f"odd-{at}", reward, group="odd", run_id="odd")])
+    found = index.sessions(Selection(run_id="odd"), "lowest reward")["rows"]
+    assert [one["reward"] for one in found] == [-1e300, 1e300, None, None]
+    (group,) = index.groups(Selection(run_id="odd"))["rows"]
+    assert (group["mean"], group["lowest"], group["highest"]) == (0.0, -1e300, 1e300)
+
+
 def test_versions_of_two_runs_of_a_policy_are_two_series(index: Index) -> None:
     points = index.series(Selection(run_id="a"))["points"]
     assert [(one["run"], one["at"], one["sessions"], one["reward"]) for one in points] == [

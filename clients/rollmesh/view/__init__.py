@@ -6,6 +6,7 @@ May import `batches`, `client`, `record`, `runtime` and `v1`.
 """
 
 from rollmesh.view.app import Viewer, ViewSettings
-from rollmesh.view.index import Index, Selection
+from rollmesh.view.index import Index
+from rollmesh.view.selection import Selection
 
 __all__ = ["Index", "Selection", "ViewSettings", "Viewer"]

@@ -7,6 +7,7 @@ their own, and a browser that was led here by another name gets nothing.
 import asyncio
 import hashlib
 import hmac
+import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,8 +26,9 @@ from rollmesh.runtime import clock
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionUnknownError
 from rollmesh.runtime.words import REASONS
 from rollmesh.v1 import collector_pb2
-from rollmesh.view.index import Index, Selection
+from rollmesh.view.index import Index
 from rollmesh.view.mesh import Mesh
+from rollmesh.view.selection import Selection
 from rollmesh.view.sessions import Decode, closed_session, running_session
 
 _CHOICES_MS = 2_000
@@ -123,8 +125,8 @@ class Viewer:
             "/api/groups": partial(self._page, index.groups),
             "/api/series": self._series,
             "/api/evaluations": self._evaluations,
-            "/api/session/{id}": self._session,
-            "/api/session/{id}/images/{sha256}": self._image,
+            "/api/session/{id:path}/images/{sha256}": self._image,
+            "/api/session/{id:path}": self._session,
         }
         api = [Route(path, end, methods=["GET"]) for path, end in routes.items()]
         self.app = _Guard(
@@ -152,7 +154,7 @@ class Viewer:
         name = request.path_params["name"] or "index.html"
         found = self._files.get(name)
         if found is None:
-            return JSONResponse({"error": f"there is no {name[:100]}"}, 404)
+            return _json({"error": f"there is no {name[:100]}"}, 404)
         return Response(found[0], media_type=found[1])
 
     async def _login(self, request: Request) -> Response:
@@ -160,15 +162,15 @@ class Viewer:
         async for part in request.stream():
             body += part
             if len(body) > 4096:
-                return JSONResponse({"error": "the key is too long"}, 413)
+                return _json({"error": "the key is too long"}, 413)
         if not _same(body.decode(errors="replace").strip(), self._settings.key):
             await asyncio.sleep(0.5)  # a guess costs time
-            return JSONResponse({"error": "this is not the key"}, 401)
+            return _json({"error": "this is not the key"}, 401)
         login = secrets.token_urlsafe(32)
         self._logins[_digest(login)] = None
         while len(self._logins) > _LOGINS:
             self._logins.popitem(last=False)
-        response = JSONResponse({})
+        response = _json({})
         response.set_cookie(_COOKIE, login, httponly=True, samesite="strict")
         return response
 
@@ -180,8 +182,8 @@ class Viewer:
     async def _of_mesh(self, name: str, _: Request) -> Response:
         if self._mesh is None:
             error = "this viewer shows a record, and no mesh; start it with --router, too"
-            return JSONResponse({"error": error}, 404)
-        return JSONResponse(await getattr(self._mesh, name)())
+            return _json({"error": error}, 404)
+        return _json(await getattr(self._mesh, name)())
 
     async def _choose(self, request: Request) -> Response:
         if clock.monotonic_ms() >= self._choices_until:
@@ -192,7 +194,7 @@ class Viewer:
         more["special"] = list(self._settings.special)
         more["error"] = self._mesh.error if self._mesh else ""
         more["notes"] = [note for one in self._sources for note in one.notes()]
-        return JSONResponse(self._choices | more)
+        return _json(self._choices | more)
 
     async def _page(self, read: Callable[..., dict[str, Any]], request: Request) -> Response:
         query = request.query_params
@@ -202,15 +204,15 @@ class Viewer:
             raise InvalidFieldError("offset, limit", "are no numbers") from None
         order = query.get("order", "newest")
         chosen = Selection.read(query)
-        return JSONResponse(await asyncio.to_thread(read, chosen, order, offset, limit))
+        return _json(await asyncio.to_thread(read, chosen, order, offset, limit))
 
     async def _series(self, request: Request) -> Response:
         query = request.query_params
         by = query.get("by", "version")
-        return JSONResponse(await asyncio.to_thread(self._index.series, Selection.read(query), by))
+        return _json(await asyncio.to_thread(self._index.series, Selection.read(query), by))
 
     async def _evaluations(self, request: Request) -> Response:
-        return JSONResponse({"rows": await asyncio.to_thread(self._index.evaluations)})
+        return _json({"rows": await asyncio.to_thread(self._index.evaluations)})
 
     async def _session(self, request: Request) -> Response:
         session_id = request.path_params["id"]
@@ -223,14 +225,14 @@ class Viewer:
             shown = partial(running_session, tree, self._settings.decode)
         else:
             shown = partial(closed_session, stored, self._settings.decode)
-        return JSONResponse(await asyncio.to_thread(shown))
+        return _json(await asyncio.to_thread(shown))
 
     async def _image(self, request: Request) -> Response:
         stored = await self._stored(request.path_params["id"])
         for one in stored.session.images:
             if one.sha256 == request.path_params["sha256"] and one.media_type in _IMAGES:
                 return Response(one.data, media_type=one.media_type)
-        return JSONResponse({"error": "the session has no such image"}, 404)
+        return _json({"error": "the session has no such image"}, 404)
 
     async def _stored(self, session_id: str) -> collector_pb2.ReadSessionsResponse:
         """Returns a session of the first source that can read it.
@@ -274,18 +276,34 @@ class _Guard:
         host = request.headers.get("host", "").rpartition(":")
         if (host[0] or host[2]).strip("[]") not in self._hosts:
             error = "this viewer has another name; give --allow-host NAME, or call it by its own"
-            return JSONResponse({"error": error}, 421)
+            return _json({"error": error}, 421)
         path = request.url.path
         if path.startswith("/api/") and path != "/api/login" and not self._is_known(request):
-            return JSONResponse({"error": "log in with the viewer's key"}, 401)
+            return _json({"error": "log in with the viewer's key"}, 401)
         return self._app
 
 
 async def _answered(_: Request, error: Exception) -> Response:
     if not isinstance(error, RollmeshError):
-        return JSONResponse({"error": "the mesh does not answer in time"}, 504)
+        return _json({"error": "the mesh does not answer in time"}, 504)
     status = {"NOT_FOUND": 404, "INVALID_ARGUMENT": 400, "PERMISSION_DENIED": 403}
-    return JSONResponse({"error": error.message}, status.get(error.code, 503))
+    return _json({"error": error.message}, status.get(error.code, 503))
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    """Answers with JSON. It has no NaN and no infinity, for which None stands."""
+    try:
+        return JSONResponse(content, status)
+    except ValueError:
+        return JSONResponse(_finite(content), status)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _digest(text: str) -> str:

@@ -52,7 +52,7 @@ class History:
             yield from (f"{kind} {name} joined" for kind, name in sorted(now - before))
 
     def _processes(self, seen: Observation, first: bool) -> Iterator[str]:
-        """Yields processes that began anew, and takeovers. Those of before the first look are not.
+        """Yields processes that began anew, and takeovers since the first look.
 
         A gateway that is new to a mesh that was looked at, or began anew, has counted from 0.
         """

@@ -9,8 +9,8 @@ import re
 import sqlite3
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rollmesh.client import pass_at
@@ -18,6 +18,7 @@ from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.runs import STRIDE, run_of, told, version_of
 from rollmesh.v1 import session_pb2, trajectory_pb2
+from rollmesh.view.selection import NUMBERS, VALUE_CHARACTERS, Selection, spaced
 
 _BUCKETS = 200
 _LAST, _LONGEST_PAGE = 2**31, 1000
@@ -51,6 +52,9 @@ CREATE INDEX by_malformed ON sessions (malformed DESC, closed DESC);
 CREATE INDEX by_duration ON sessions (closed - opened DESC);
 CREATE TABLE reasons (n INTEGER, reason TEXT, PRIMARY KEY (n, reason)) WITHOUT ROWID;
 CREATE INDEX by_reason ON reasons (reason, n);
+CREATE TABLE metadata (
+  key TEXT, value TEXT, n INTEGER, PRIMARY KEY (key, value, n)
+) WITHOUT ROWID;
 CREATE VIRTUAL TABLE words USING fts5 (body);
 """
 _COLUMNS = (
@@ -70,60 +74,13 @@ _SESSION_ORDERS = {
 }
 _GROUP_ORDERS = {
     "newest": "closed DESC",
-    "all wrong": "highest > lowest, mean IS NULL, mean, closed DESC",
-    "all right": "highest > lowest, mean IS NULL, mean DESC, closed DESC",
+    "all wrong": "mean IS NULL, highest > lowest, mean, closed DESC",
+    "all right": "mean IS NULL, highest > lowest, mean DESC, closed DESC",
     "largest spread": "variance IS NULL, variance DESC, closed DESC",
     "most tokens": "tokens DESC, closed DESC",
     "most malformed calls": "malformed DESC, closed DESC",
     "longest": "seconds DESC, closed DESC",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """Which sessions are meant. An empty field means any."""
-
-    run_id: str = ""
-    group_id: str = ""
-    model: str = ""
-    outcome: str = ""
-    purpose: str = ""
-    reason: str = ""
-    words: str = ""
-    """Words that stand in the session, each as a whole or as its beginning."""
-
-    @classmethod
-    def read(cls, query: Mapping[str, str]) -> "Selection":
-        """Takes its fields from a query."""
-        return cls(**{one.name: query.get(one.name, "")[:500] for one in fields(cls)})
-
-    def sql(self) -> tuple[str, list[Any]]:
-        """Returns the condition and its arguments."""
-        wheres = [self._equal("run_id", "group_id", "model", "purpose"), self._of_session()]
-        return " AND ".join(one for one, _ in wheres), [value for _, of in wheres for value in of]
-
-    def sql_of_groups(self) -> tuple[str, list[Any]]:
-        """Returns the condition of groups, in which one session at least is meant."""
-        where, given = self._equal("run_id", "group_id", "model", "purpose")
-        meant, more = self._of_session()
-        having = f" HAVING max(n IN (SELECT n FROM sessions WHERE {meant}))" if more else ""
-        return f"{where} GROUP BY run_id, group_id{having}", given + more
-
-    def _equal(self, *names: str) -> tuple[str, list[Any]]:
-        given = {name: getattr(self, name) for name in names if getattr(self, name)}
-        return " AND ".join(["1", *(f"{name} = ?" for name in given)]), [*given.values()]
-
-    def _of_session(self) -> tuple[str, list[Any]]:
-        """Returns the condition on fields that differ between the sessions of a group."""
-        where, given = self._equal("outcome")
-        parts = [where]
-        if self.reason:
-            parts.append("n IN (SELECT n FROM reasons WHERE reason = ?)")
-            given.append(self.reason)
-        if found := self.words.split():
-            parts.append("n IN (SELECT rowid FROM words WHERE words MATCH ?)")
-            given.append(" ".join('"' + one.replace('"', '""') + '"*' for one in found[:20]))
-        return " AND ".join(parts), given
 
 
 class Index:
@@ -186,6 +143,8 @@ class Index:
         ).fetchone()[0]
         reasons = {(n, one) for one in _reasons(record)}
         self._db.executemany("INSERT OR IGNORE INTO reasons VALUES (?, ?)", reasons)
+        pairs = [(*_pair(one), n) for one in record.metadata.items()]
+        self._db.executemany("INSERT OR IGNORE INTO metadata VALUES (?, ?, ?)", pairs)
         self._db.execute(
             "INSERT OR REPLACE INTO words (rowid, body) VALUES (?, ?)", (n, _words(record))
         )
@@ -217,6 +176,7 @@ class Index:
             "reason": [one["reason"] for one in reasons],
             "session_order": list(_SESSION_ORDERS),
             "group_order": list(_GROUP_ORDERS),
+            "numbers": list(NUMBERS),
         }
 
     def sessions(
@@ -311,7 +271,7 @@ class Index:
             " ORDER BY at DESC LIMIT 1000",
             given,
         )
-        of = f" WHERE n IN (SELECT n FROM sessions WHERE {where})" if given else ""
+        of = f" WHERE n IN (SELECT n FROM sessions WHERE {where})" if where != "1" else ""
         reasons = self._rows(
             f"SELECT reason, count(*) sessions FROM reasons{of}"
             " GROUP BY reason ORDER BY sessions DESC",
@@ -396,7 +356,7 @@ def _row(record: session_pb2.SessionRecord) -> tuple[Any, ...]:
         ),
         record.model,
         record.superseded,
-        record.reward if record.HasField("reward") else None,
+        _reward(record),
         record.turns,
         tokens,
         size(sampled),
@@ -412,6 +372,11 @@ def _row(record: session_pb2.SessionRecord) -> tuple[Any, ...]:
         record.metadata.get("task_id", record.group_id)[:500],
         " ".join(sorted(one.id for one in record.numerics)),
     )
+
+
+def _reward(record: session_pb2.SessionRecord) -> float | None:
+    """Returns the reward if it is a number that sums can have."""
+    return record.reward if record.HasField("reward") and math.isfinite(record.reward) else None
 
 
 def _parts(record: session_pb2.SessionRecord) -> tuple[list[Any], int]:
@@ -435,9 +400,37 @@ def _reasons(record: session_pb2.SessionRecord) -> Iterable[str]:
             yield name_of(enum, reason)
 
 
+def _pair(pair: tuple[str, str]) -> tuple[str, str]:
+    return pair[0][:VALUE_CHARACTERS], pair[1][:VALUE_CHARACTERS]
+
+
 def _words(record: session_pb2.SessionRecord) -> str:
-    """Returns the text of a session that is searched."""
-    metadata = json.dumps(dict(record.metadata), ensure_ascii=False)
-    ids = f"{record.session_id} {record.run_id} {record.group_id} {record.model} {record.abandoned}"
-    messages = " ".join(one.data.decode(errors="replace") for one in record.messages)
-    return f"{ids} {metadata} {messages}"[:_WORDS_CHARACTERS]
+    """Returns the text of a session that is searched, without JSON's escapes."""
+    ids = [record.session_id, record.run_id, record.group_id, record.model, record.abandoned]
+    messages = [one.data.decode(errors="replace") for one in record.messages]
+    found, length = list[str](), 0
+    for text in _texts([*ids, dict(record.metadata), *messages]):
+        found.append(text)
+        length += len(text) + 1
+        if length > _WORDS_CHARACTERS:
+            break
+    text = " ".join(found)[:_WORDS_CHARACTERS]
+    return spaced(text.encode(errors="replace").decode())  # messages may have lone surrogates
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields the texts in a value of JSON. A text may be JSON again."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += [part for pair in reversed(one.items()) for part in reversed(pair)]
+        elif isinstance(one, list):
+            waiting += reversed(one)
+        elif isinstance(one, str) and one.startswith(("{", "[")):
+            try:
+                waiting.append(json.loads(one))
+            except (ValueError, RecursionError):  # it is no JSON, or too deep
+                yield one
+        elif one is not None:
+            yield str(one)

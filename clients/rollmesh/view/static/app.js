@@ -1,7 +1,7 @@
 // The pages: a run, its groups, its sessions, those that are open, and the mesh. Addresses are after "#".
 
 import { chart } from "./chart.js";
-import { advantages, ask, badge, h, link, number, Refused, seconds, table, time } from "./dom.js";
+import { advantageIn, ask, badge, h, link, number, Refused, seconds, table, time } from "./dom.js";
 import { comparePage, sessionPage } from "./session.js";
 import { focus } from "./tree.js";
 
@@ -18,26 +18,37 @@ theme(localStorage.getItem("theme") || (matchMedia("(prefers-color-scheme: dark)
 document.getElementById("theme").addEventListener("click", () =>
   theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
 
-function filters(parts, query, names, order) {
+const FILTERS = {
+  run: [["run_id", "model", "purpose", "reason"]],
+  groups: [["run_id", "model", "outcome", "purpose", "reason"], "group_order"],
+  sessions: [["run_id", "model", "outcome", "purpose", "reason"], "session_order"],
+};
+
+function filters(page, query) {
+  const [names, order] = FILTERS[page];
   const field = (name, label, control) => h("label", {}, label, control);
   const select = (name, values, label) => field(name, label, h("select", { name },
     h("option", { value: "" }, "any"), values.map((one) => h("option", { selected: query[name] === one }, one))));
   const form = h("form", { class: "filters", role: "search" },
     names.map((name) => select(name, choices[name] || [], name.replace("_", " "))),
     field("words", "words", h("input", { name: "words", type: "search", value: query.words || "" })),
+    field("where", "where", h("input", {
+      name: "where", type: "search", value: query.where || "", placeholder: "task=sort reward>=0.5",
+      title: `Metadata as NAME=VALUE, and ${(choices.numbers || []).join(", ")} as NAME<NUMBER, with blanks between. All must hold.`,
+    })),
     order && field("order", "order", h("select", { name: "order" },
       choices[order].map((one) => h("option", { selected: query.order === one }, one)))),
     h("button", {}, "Show"));
   const go = (event) => {
     event.preventDefault();
-    location.hash = link(parts, { ...kept(query), ...Object.fromEntries(new FormData(form)) });
+    location.hash = link([page], { ...kept(query), ...Object.fromEntries(new FormData(form)) });
   };
   form.addEventListener("submit", go);
   form.addEventListener("change", go);
   return form;
 }
 
-const kept = ({ group_id = "", by = "" }) => ({ group_id, by });
+const kept = ({ group_id = "", by = "", compare = "" }) => ({ group_id, by, compare });
 
 function pages(parts, query, total) {
   const offset = Number(query.offset || 0);
@@ -73,7 +84,7 @@ async function runPage(query) {
   const rate = by === "time" ? found.points.map((p) => ({ x: p.at, y: p.sampled_sum / (found.width_ms / 1000) })) : [];
   return [
     h("h1", {}, "Run"),
-    filters(["run"], query, ["run_id", "model", "purpose", "reason"]),
+    filters("run", query),
     h("div", { class: "bar" }, "Over", ["version", "time"].map((one) => h("button", {
       type: "button", "aria-pressed": String(one === by),
       onclick: () => { location.hash = link(["run"], { ...query, by: one }); },
@@ -156,7 +167,8 @@ function ended(points) {
 }
 
 function pushes(points) {
-  return points.filter((one, index) => index && one.newest !== null && one.newest !== points[index - 1].newest)
+  const newest = points.map((one) => one.newest ?? -1);
+  return points.filter((_, index) => index && newest[index] > Math.max(...newest.slice(0, index)))
     .map((one) => ({ x: one.at, name: `first tokens of version ${one.newest % 1e12}` }));
 }
 
@@ -175,7 +187,7 @@ async function groupsPage(query) {
   const found = await ask("groups", { ...query, limit: ROWS });
   return [
     h("h1", {}, "Groups"),
-    filters(["groups"], query, ["run_id", "model", "outcome", "purpose", "reason"], "group_order"),
+    filters("groups", query),
     pages(["groups"], query, found.total),
     table([
       ["group", (row) => h("a", { href: link(["sessions"], { run_id: row.run_id, group_id: row.group_id, order: "highest reward" }) }, row.group_id)],
@@ -195,8 +207,10 @@ async function groupsPage(query) {
 }
 
 async function sessionsPage(query) {
-  const found = await ask("sessions", { ...query, limit: ROWS });
-  const advantage = advantages(found.rows);
+  const { group_id, run_id = "" } = query;
+  const [found, groups] = await Promise.all([ask("sessions", { ...query, limit: ROWS }),
+    group_id ? ask("groups", { group_id, run_id, limit: 1000 }) : { rows: [] }]);
+  const groupOf = new Map(groups.rows.map((one) => [one.run_id, one]));
   const marked = new Set();
   const compare = h("button", { type: "button", disabled: true, onclick: () => { location.hash = link(["compare", ...marked]); } }, "Compare two");
   const mark = (row) => h("input", { type: "checkbox", "aria-label": `Compare ${row.session_id}`, onchange: (event) => {
@@ -205,17 +219,17 @@ async function sessionsPage(query) {
   } });
   return [
     h("h1", {}, query.group_id ? `Group ${query.group_id}` : "Sessions"),
-    filters(["sessions"], query, ["run_id", "model", "outcome", "purpose", "reason"], "session_order"),
+    filters("sessions", query),
     h("div", { class: "bar" }, compare, query.group_id && h("a", { href: link(["sessions"], { ...query, group_id: "" }) }, "All groups")),
     pages(["sessions"], query, found.total),
-    query.group_id && h("p", { class: "quiet" }, "The advantage is the reward less the mean of these sessions, divided by their standard deviation."),
+    query.group_id && h("p", { class: "quiet" }, "The advantage is the reward less the mean of the whole group, divided by the group's standard deviation."),
     table([
       ["", mark],
       ["session", (row) => h("a", { href: link(["session", row.session_id]) }, row.session_id), "id"],
       ["group", (row) => row.group_id && h("a", { href: link(["sessions"], { run_id: row.run_id, group_id: row.group_id }) }, `${row.group_id} ${row.sample_index}`)],
       ["outcome", (row) => [h("span", { class: row.outcome === "COMPLETED" ? "good" : "bad" }, row.outcome), row.superseded ? " superseded" : ""]],
       ["reward", (row) => number(row.reward), "number"],
-      ...(query.group_id ? [["advantage", (row) => number(advantage(row)), "number"]] : []),
+      ...(query.group_id ? [["advantage", (row) => number(advantageIn(groupOf.get(row.run_id), row)), "number"]] : []),
       ["turns", (row) => number(row.turns), "number"],
       ["sampled", (row) => number(row.sampled), "number"],
       ["trained", (row) => number(row.trained), "number"],
@@ -385,11 +399,20 @@ function navigation(page) {
 // What a list leaves out, and why.
 const notes = (page) => SHOWN[page] ? choices.notes.map((one) => h("p", { class: "error", role: "status" }, one)) : [];
 
+// The names in an address, or of a wrong one nothing.
+function partsOf(path) {
+  try {
+    return path.split("/").map(decodeURIComponent);
+  } catch {
+    return [""];
+  }
+}
+
 async function show() {
   const mine = ++turn;
   clearTimeout(timer);
   const [path, text] = location.hash.replace(/^#\/?/, "").split("?");
-  const [page = "run", ...ids] = (path || "run").split("/").map(decodeURIComponent);
+  const [page, ...ids] = partsOf(path || "run");
   const query = Object.fromEntries(new URLSearchParams(text || ""));
   navigation(page);
   const [read, again] = { session: [() => sessionPage(ids[0], choices), 0], compare: [() => comparePage(ids, choices), 0] }[page] || SHOWN[page] || SHOWN.run;
@@ -406,13 +429,17 @@ async function show() {
   } catch (error) {
     if (mine !== turn) return;
     if (error instanceof Refused && error.status === 401) {
+      main.dataset.at = "";
       main.replaceChildren(...loginPage());
       return;
     }
-    state.textContent = "";
-    main.replaceChildren(h("h1", {}, "This page cannot be shown"), h("p", { class: "error", role: "alert" }, error.message));
     live = again || 5000;
-    main.dataset.at = "";
+    if (main.dataset.at === location.hash) state.textContent = `not live: ${error.message}`;  // what was shown stays
+    else {
+      state.textContent = main.dataset.at = "";
+      main.replaceChildren(h("h1", {}, "This page cannot be shown"), h("p", { class: "error", role: "alert" }, error.message),
+        FILTERS[page] && choices.sentences ? filters(page, query) : "");
+    }
   }
   if (live) timer = setTimeout(show, live);
 }

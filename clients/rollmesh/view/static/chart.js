@@ -14,13 +14,13 @@ export function chart(title, series, { events = [], label = (x) => number(x) } =
   const all = drawn.flatMap((one) => one.points);
   const [x0, x1] = ends(all.map((p) => p.x)), [y0, y1] = ends(all.map((p) => p.y));
   const at = (x) => LEFT + ((x - x0) / (x1 - x0)) * (WIDTH - LEFT - 8);
-  const up = (y) => HEIGHT - BOTTOM - ((y - y0) / (y1 - y0)) * (HEIGHT - BOTTOM - TOP);
+  const up = (y) => HEIGHT - BOTTOM - ((y / 2 - y0 / 2) / (y1 / 2 - y0 / 2)) * (HEIGHT - BOTTOM - TOP);  // no sum is infinite
   const last = drawn.map((one) => `${one.name || title}: ${number(one.points.at(-1).y)}`).join(", ");
   const picture = svg("svg", {
     viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: "0",
     "aria-label": `${title} from ${label(x0)} to ${label(x1)}. Last: ${last}. Arrow keys read points.`,
   });
-  for (const y of [y0, (y0 + y1) / 2, y1]) {
+  for (const y of [y0, y0 / 2 + y1 / 2, y1]) {
     picture.append(svg("line", { class: "axis", x1: LEFT, x2: WIDTH - 8, y1: up(y), y2: up(y) }),
       svg("text", { x: LEFT - 5, y: up(y) + 4, "text-anchor": "end" }, number(y, y1 - y0 < 0.1 ? 4 : 2)));
   }
@@ -75,5 +75,6 @@ function ends(values) {
     if (value < low) low = value;
     if (value > high) high = value;
   }
-  return low === high ? [low - 0.5, high + 0.5] : [low, high];
+  const pad = Math.max(0.5, Math.abs(low) * 1e-9);
+  return low === high ? [low - pad, high + pad] : [low, high];
 }

@@ -39,12 +39,15 @@ export async function ask(path, query, options) {
 
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size >= 1e12 || (size > 0 && size < 10 ** -digits)) return value.toExponential(2);
   if (Number.isInteger(value)) return value.toLocaleString("en");
-  return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : value.toFixed(digits);
+  return size >= 1000 ? Math.round(value).toLocaleString("en") : value.toFixed(digits);
 }
 
 export function time(ms) {
-  return ms ? new Date(ms).toISOString().slice(0, 19).replace("T", " ") : "–";
+  const at = new Date(ms);
+  return ms && !Number.isNaN(at.getTime()) ? at.toISOString().slice(0, 19).replace("T", " ") : "–";
 }
 
 export function seconds(ms) {
@@ -57,13 +60,15 @@ export function link(parts, query) {
   return `#/${parts.map(encodeURIComponent).join("/")}${text ? `?${text}` : ""}`;
 }
 
-// Returns the function from a row of a group to its advantage: its reward less the group's mean, in standard deviations.
-export function advantages(rows) {
-  const rewards = rows.map((row) => row.reward).filter((one) => one !== null);
-  const average = (values) => values.reduce((sum, one) => sum + one, 0) / values.length;
-  const mean = average(rewards), deviation = Math.sqrt(average(rewards.map((one) => (one - mean) ** 2)));
-  return (row) => (row.reward === null || !(deviation > 0) ? null : (row.reward - mean) / deviation);
+// Returns the advantage of a session in its group: its reward less the group's mean, in standard deviations.
+export function advantageIn(group, session) {
+  const deviation = Math.sqrt(group?.variance ?? 0);
+  if (typeof session.reward !== "number" || session.superseded || !(deviation > 0) || group.lowest === group.highest) return null;
+  return (session.reward - group.mean) / deviation;
 }
+
+// Writes a pair of the metadata as a term of the filter "where".
+export const pairTerm = (name, value) => `"${`metadata.${name}=${value}`.replace(/[\\"]/g, "\\$&")}"`;
 
 export function badge(text, title, warn) {
   return h("span", { class: warn ? "badge warn" : "badge", title }, text);

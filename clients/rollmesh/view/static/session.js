@@ -1,10 +1,11 @@
 // A session: the tree, a path as transcript and as tokens, and two sessions from where they part.
 
-import { advantages, ask, badge, h, link, number, seconds, time } from "./dom.js";
+import { advantageIn, ask, badge, h, link, number, pairTerm, seconds, time } from "./dom.js";
 import { focus, graph } from "./tree.js";
 
-const COLOURS = [["mask", "trained"], ["logprob", "log-probability"], ["version", "version"], ["none", "none"]];
-const GROUP = "group advantage", SIBLINGS = 500;
+const COLOURS = [["mask", "trained"], ["logprob", "log-probability"], ["version", "version"], ["reason", "reason"], ["none", "none"]];
+const GROUP = "group advantage", LONG = 100_000;
+const SHADES = { version: 4, reason: 8 };  // the colours that each kind has
 const DIFFERENCE = "logprobs";  // a trainer's own ones are shown less those that were sampled
 const kept = { path: {}, opened: {}, tokens: false, token: {}, colour: "mask" };  // while the reader goes from page to page
 
@@ -36,7 +37,8 @@ export async function sessionPage(id, choices) {
 async function advantageOf(found) {
   const { group_id, run_id, reward } = found;
   if (!group_id || reward === null || reward === undefined) return null;
-  return advantages((await ask("sessions", { group_id, run_id, limit: SIBLINGS })).rows)(found);
+  const { rows } = await ask("groups", { group_id, run_id, limit: 1000 });
+  return advantageIn(rows.find((one) => one.run_id === run_id), found);
 }
 
 function main(paths) {
@@ -64,7 +66,9 @@ function summary(found) {
     found.messages_left_out > 0 && h("p", { class: "quiet" }, `The messages of the last ${found.messages_left_out} nodes were not recorded: the session has more than the gateway keeps.`),
     (found.abandoned || found.metadata.error) && h("p", { class: "error" }, found.abandoned || found.metadata.error),
     h("details", {}, h("summary", {}, "Metadata, tools and numerics"),
-      h("dl", {}, Object.entries(found.metadata).map(([name, value]) => row(name, value))),
+      h("dl", {}, Object.entries(found.metadata).map(([name, value]) => row(name, value && h("a", {
+        href: link(["sessions"], { where: pairTerm(name, value) }), title: "Sessions with the same",
+      }, value)))),
       (found.contexts || []).map((one) => h("pre", {}, JSON.stringify(one, null, 1))),
       (found.numerics || []).map((one) => h("pre", {}, JSON.stringify(one, null, 1)))),
   ];
@@ -92,7 +96,7 @@ function valueOf(node, at, name, found) {
   if (name === GROUP) return node.mask?.[at] ? found.advantage : null;
   const value = node.annotations?.[name]?.[at];
   if (value === undefined || value === null) return null;
-  return name === DIFFERENCE ? (node.mask[at] ? value - node.logprobs[at] : null) : value;
+  return name === DIFFERENCE ? (node.mask[at] && typeof node.logprobs[at] === "number" ? value - node.logprobs[at] : null) : value;
 }
 
 // The largest absolute value of the session. Two standard deviations are a large advantage.
@@ -114,12 +118,25 @@ function controls(found, draw) {
     h("button", { type: "button", "aria-pressed": String(kept.tokens), onclick: () => { kept.tokens = !kept.tokens; fill(); draw(); } }, "Tokens"),
     ...(kept.tokens ? ["Colour by", ...colours.map(([name, title]) => h("button", {
       type: "button", "aria-pressed": String(kept.colour === name), onclick: () => { kept.colour = name; fill(); draw(); },
-    }, title)), legend()] : []));
+    }, title)), legend(found)] : []));
   fill();
   return bar;
 }
 
-function legend() {
+// The names of the versions or the reasons of a session's tokens, in the order of their colours.
+function namesOf(found, kind) {
+  found.names ||= {};
+  const names = kind === "version" ? found.nodes.flatMap((one) => one.versions.map(versionWords)) : found.nodes.map(reasonWords);
+  return found.names[kind] ||= [...new Set(names)].filter(Boolean);
+}
+
+const versionWords = (span) => `${span.adapter ? `${span.adapter} ` : ""}${span.run ? `run ${span.run} ` : ""}v${span.version}`;
+const reasonWords = (node) => node.reasons.filter((one) => one !== "EXACT").join(" + ");
+const shadeOf = (found, kind, name) => namesOf(found, kind).indexOf(name) % SHADES[kind];
+
+function legend(found) {
+  const shades = (kind) => [namesOf(found, kind).slice(0, 24).map((name) => h("span", { class: kind },
+    h("b", { class: `${kind[0]}${shadeOf(found, kind, name)}` }, name), " ")), namesOf(found, kind).length ? "" : "no token has one."];
   const key = (name, text) => {
     const mark = h("i", {});
     mark.style.setProperty("background", `var(--${name})`);
@@ -128,7 +145,8 @@ function legend() {
   const text = {
     mask: [key("train", "trained"), key("sampled", "sampled, not trained.")],
     logprob: ["stronger: less likely."],
-    version: ["a line under the token, a colour for each version."],
+    version: shades("version"),
+    reason: shades("reason"),
     none: [],
   }[kept.colour] || [key("above", "above 0"), key("below", "below 0"), "stronger: larger in this session."];
   return h("span", { class: "key" }, text, " A box is a special token. Arrow keys in the tokens tell of each one, and Enter tells why.");
@@ -144,11 +162,11 @@ const pathView = (nodes, found, choices) => nodes.map((one, at) => nodeView(one,
 
 // A node. The results of its tool calls, in the node after it, stand next to the calls.
 function nodeView(node, found, choices, before, after) {
-  const versions = [...new Map(node.versions.map((one) => [`${one.run}.${one.version}.${one.adapter}`, one])).values()];
+  const versions = [...new Map(node.versions.map((one) => [versionWords(one), one])).values()];
   const why = node.reasons.filter((one) => one !== "EXACT");
   const box = h("section", { class: node.sampled ? "node sampled" : "node", "aria-label": `Node ${node.node_id}` },
     h("header", {}, h("strong", {}, node.role), h("span", {}, `node ${node.node_id}`), h("span", {}, `${number(node.ids.length)} tokens`),
-      versions.map((one) => badge(`${one.adapter ? `${one.adapter} ` : ""}${one.run ? `run ${one.run} ` : ""}v${one.version}`, `sampled by ${one.engine_id}`)),
+      versions.map((one) => badge(versionWords(one), `sampled by ${one.engine_id}`)),
       node.finish_reason && badge(node.finish_reason, "", node.finish_reason === "LENGTH"),
       node.reward !== null && node.reward !== undefined && badge(`reward ${number(node.reward)}`),
       node.sampled && node.trained === false && badge("not trained", "", true),
@@ -162,7 +180,7 @@ function nodeView(node, found, choices, before, after) {
     box.append(...shown.map((one) => messageView(one, found, after)));
     if (shown.length < node.messages.length) box.append(h("p", { class: "quiet" }, "The results are next to their calls."));
   }
-  else box.append(h("pre", {}, node.text));
+  else box.append(...textView(node.text));
   return box;
 }
 
@@ -180,25 +198,35 @@ function whyView(node, choices) {
 
 const callsOf = (node) => (node?.messages || []).flatMap((one) => one.tool_calls || []);
 
+// A text of any length. What is long is folded, so that it is drawn only for who reads it.
+function textView(text) {
+  const end = text.codePointAt(LONG - 1) > 0xffff ? LONG + 1 : LONG, rest = text.slice(end);
+  return [h("pre", {}, text.slice(0, end)), rest && h("details", {}, h("summary", {}, `${number(rest.length)} more characters`), h("pre", {}, rest))];
+}
+
+// Agents' messages may have any shape.
+const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value) ?? "");
+
 function contentView(message, found) {
-  const parts = Array.isArray(message.content) ? message.content : message.content ? [{ type: "text", text: message.content }] : [];
-  return parts.map((one) => (one.type === "image_url" ? imageView(one.image_url.url.replace("sha256:", ""), found) : h("pre", {}, one.text ?? JSON.stringify(one))));
+  const parts = Array.isArray(message.content) ? message.content : message.content ? [message.content] : [];
+  const urlOf = (one) => (one?.type === "image_url" ? String(one.image_url?.url ?? "") : "");
+  return parts.map((one) => imageView(urlOf(one).replace("sha256:", ""), found) || textView(asText(one?.text ?? one)));
 }
 
 function messageView(message, found, after) {
   const resultOf = (call) => (after?.messages || []).find((one) => one.tool_call_id && one.tool_call_id === call.id);
   return h("div", {},
     message.tool_call_id && h("p", { class: "quiet" }, `result of ${message.name || ""} ${message.tool_call_id}`),
-    message.reasoning_content && h("details", {}, h("summary", {}, "Reasoning"), h("pre", {}, message.reasoning_content)),
+    message.reasoning_content && h("details", {}, h("summary", {}, "Reasoning"), textView(asText(message.reasoning_content))),
     contentView(message, found),
     (message.tool_calls || []).map((call) => h("div", { class: "call" },
-      h("div", {}, h("strong", {}, call.function.name), ` ${call.id || ""}`, h("pre", {}, call.function.arguments)),
+      h("div", {}, h("strong", {}, call.function?.name), ` ${call.id || ""}`, textView(asText(call.function?.arguments ?? call))),
       resultOf(call) && h("div", {}, h("span", { class: "quiet" }, "result"), contentView(resultOf(call), found)))));
 }
 
 function imageView(sha256, found) {
   const known = found.images?.find((one) => one.sha256 === sha256);
-  return known && h("img", { src: `/api/session/${encodeURIComponent(found.session_id)}/images/${sha256}`, alt: known.bytes ? `Image of ${number(known.bytes)} bytes` : "The file of this image is missing", loading: "lazy" });
+  return known && h("img", { src: `/api/session/${encodeURIComponent(found.session_id)}/images/${sha256}`, alt: known.bytes ? `Image of ${number(known.bytes)} bytes` : "The file of this image is missing", loading: "lazy", decoding: "async" });
 }
 
 // The tokens are drawn when the node comes near the window and dropped when it is far away, so that
@@ -254,44 +282,60 @@ const partOf = (node, at) => (node.mask?.[at] ? "trained" : spanOf(node, at) ? "
 
 function tokenWords(node, at, found) {
   const span = spanOf(node, at), logprob = node.logprobs?.[at], numbers = Object.entries(node.annotations || {});
-  return [`id ${node.ids[at]}`, found.special?.has(node.ids[at]) && "special token", span && logprob !== undefined && `log-prob ${logprob.toFixed(4)}`,
+  return [`id ${node.ids[at]}`, found.special?.has(node.ids[at]) && "special token", span && typeof logprob === "number" && `log-prob ${logprob.toFixed(4)}`,
     node.mask && (node.mask[at] ? "trained" : "not trained"), node.mask?.[at] && typeof found.advantage === "number" && `${GROUP} ${found.advantage.toFixed(3)}`,
+    reasonAt(node, at),
     ...numbers.map(([name, values]) => typeof values[at] === "number" && `${name} ${values[at].toFixed(4)}`),
     span && `${span.run ? `run ${span.run} ` : ""}version ${span.version}`].filter(Boolean).join(", ");
 }
 
+// The reasons of a token: those of its node, but not what the template put around an answer.
+const reasonAt = (node, at) => (node.sampled && !spanOf(node, at) ? "" : reasonWords(node));
+
 function tokens(node, found) {
   const by = kept.colour.startsWith("by ") ? kept.colour.slice(3) : null, most = by && largest(found, by);
-  const versionOf = new Int8Array(node.ids.length).fill(-1);
-  const known = [];
-  for (const span of node.versions) {
-    const name = `${span.run}.${span.version}`;
-    if (!known.includes(name)) known.push(name);
-    versionOf.fill(known.indexOf(name) % 4, span.start, span.end);
-  }
+  const versionOf = new Int8Array(node.ids.length).fill(-1), reason = reasonWords(node) && `r${shadeOf(found, "reason", reasonWords(node))}`;
+  for (const span of node.versions) versionOf.fill(shadeOf(found, "version", versionWords(span)), span.start, span.end);
   return node.ids.map((id, at) => {
     const logprob = node.logprobs?.[at], trained = node.mask?.[at], sampled = versionOf[at] >= 0;
     const special = found.special?.has(id), classes = [special ? "special" : "", trained ? "train" : sampled ? "sampled" : "", sampled ? `v${versionOf[at]}` : ""];
-    if (sampled && logprob !== undefined) classes.push(logprob < -4 ? "l4" : logprob < -2 ? "l3" : logprob < -0.7 ? "l2" : logprob < -0.1 ? "l1" : "");
+    if (sampled || !node.sampled) classes.push(reason);
+    if (sampled && typeof logprob === "number") classes.push(logprob < -4 ? "l4" : logprob < -2 ? "l3" : logprob < -0.7 ? "l2" : logprob < -0.1 ? "l1" : "");
     const value = by && valueOf(node, at, by, found);
     if (value) classes.push(`${value > 0 ? "above" : "below"}${Math.ceil(4 * Math.abs(value) / most)}`);
     return h("b", { class: classes.filter(Boolean).join(" "), title: tokenWords(node, at, found) }, node.texts ? node.texts[at] : String(id));
   });
 }
 
+// Whether two nodes are the same: their tokens, or what was said where no tokens are recorded.
+const saidBy = (node) => (node.ids.length ? String(node.ids) : JSON.stringify(node.messages));
+
 export async function comparePage(ids, choices) {
   const both = await Promise.all(ids.slice(0, 2).map((id) => ask(`session/${encodeURIComponent(id)}`)));
-  const paths = both.map((one) => one.paths[main(one.paths)]?.nodes.map((id) => one.nodes.find((node) => node.node_id === id)) || []);
+  const all = { nodes: both.flatMap((one) => one.nodes), names: {}, annotations: [...new Set(both.flatMap((one) => one.annotations || []))] };
+  for (const one of both) Object.assign(one, { names: all.names, special: new Set(choices.special), advantage: await advantageOf(one) });
+  for (const kind of Object.keys(SHADES)) namesOf(all, kind);
+  const advantage = both.map((one) => one.advantage).find((one) => typeof one === "number");
+  const paths = both.map((one) => {
+    const nodes = new Map(one.nodes.map((node) => [node.node_id, node]));
+    return one.paths[main(one.paths)]?.nodes.map((id) => nodes.get(id)) || [];
+  });
   let same = 0;
-  while (same < Math.min(...paths.map((one) => one.length)) && String(paths[0][same].ids) === String(paths[1][same].ids)) same += 1;
+  while (same < Math.min(...paths.map((one) => one.length)) && saidBy(paths[0][same]) === saidBy(paths[1][same])) same += 1;
+  const body = h("div", {});
+  const draw = () => body.replaceChildren(
+    h("details", {}, h("summary", {}, "What they share"), pathView(paths[0].slice(0, same), both[0], choices)),
+    h("div", { class: "pair" }, both.map((one, index) => h("div", {},
+      h("h2", {}, h("a", { href: link(["session", one.session_id]) }, one.session_id), ` reward ${number(one.reward)}`,
+        typeof one.advantage === "number" && `, advantage ${number(one.advantage)}`),
+      pathView(paths[index].slice(same), one, choices)))));
+  draw();
   return {
     content: [
       h("h1", {}, "Two sessions"),
       h("p", {}, `They share ${number(same)} nodes, ${number(paths[0].slice(0, same).reduce((sum, one) => sum + one.ids.length, 0))} tokens.`),
-      h("details", {}, h("summary", {}, "What they share"), pathView(paths[0].slice(0, same), both[0], choices)),
-      h("div", { class: "pair" }, both.map((one, index) => h("div", {},
-        h("h2", {}, h("a", { href: link(["session", one.session_id]) }, one.session_id), ` reward ${number(one.reward)}`),
-        pathView(paths[index].slice(same), one, choices)))),
+      controls({ ...all, advantage }, draw),
+      body,
     ],
     live: both.some((one) => one.live),
   };
