@@ -7,6 +7,7 @@ import numpy as np
 
 from rollmesh.chat import Message, RenderContext, ToolCall, group_messages, make_context
 from rollmesh.gateway.export import blobs_of, export_tree, serialize
+from rollmesh.gateway.lineage import RULES
 from rollmesh.gateway.tree import Finish, Lineage, Match, Node, Sample, Tree
 from rollmesh.runtime.codec.arrays import Mask, unpack_tokens
 from rollmesh.v1 import chat_pb2, collector_pb2, sampling_pb2, session_pb2, trajectory_pb2
@@ -102,6 +103,10 @@ class World:
             packed, logprobs, _ = unpack_tokens(trajectory.tokens, "tokens")
             ids = packed.tolist()
             assert trajectory.session_id == "s"
+            if trajectory.lineage_source == trajectory_pb2.LINEAGE_SOURCE_RULE:
+                assert RULES[trajectory.lineage_rule] == trajectory.lineage
+            else:
+                assert not trajectory.lineage_rule
             assert len(ids) == len(logprobs) == len(mask_of(trajectory))
             assert [s.start for s in trajectory.segments] == [
                 0,

@@ -29,7 +29,7 @@ from tests.record.readers import read_by
 pytest.importorskip("pyarrow")
 from pyarrow import parquet
 
-from rollmesh.record.files import Writer, read_records, read_session, read_stored
+from rollmesh.record.files import PARTS, Writer, read_records, read_session, read_stored
 from rollmesh.record.late import TABLES as LATE
 from rollmesh.record.schema import TABLES
 from rollmesh.record.tables import Tables, tables_of
@@ -55,8 +55,10 @@ def whole(session: session_pb2.SessionRecord) -> session_pb2.SessionRecord:
     session.capture = session.capture or session_pb2.CAPTURE_TOKENS
     for one in session.trajectories:
         one.lineage_source = trajectory_pb2.LINEAGE_SOURCE_RULE
+        one.lineage_rule = trajectory_pb2.LINEAGE_RULE_FINAL_ANSWER
     for node in session.tree.nodes:
         node.lineage_source = trajectory_pb2.LINEAGE_SOURCE_RULE
+        node.lineage_rule = trajectory_pb2.LINEAGE_RULE_QUOTED_ANSWER
     return session
 
 
@@ -356,12 +358,13 @@ def test_files_of_an_earlier_release_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have fewer columns and tables."""
-    new = {"begun_unix_ms", "ended_unix_ms"}
-    nodes = tuple(one for one in TABLES["nodes"] if one.name not in new)
+    new = {"begun_unix_ms", "ended_unix_ms", "lineage_rule"}
     session = every_kind()[0]
     with monkeypatch.context() as patch:
-        patch.setitem(TABLES, "nodes", nodes)
+        for table in PARTS:
+            patch.setitem(TABLES, table, [one for one in TABLES[table] if one.name not in new])
         write(tmp_path, session)
+    session.trajectories[0].ClearField("lineage_rule")
     turn = session.trajectories[0].segments[1]
     turn.begun_unix_ms = turn.ended_unix_ms = 0
     assert list(read_records(tmp_path)) == [session]

@@ -7,6 +7,7 @@ from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.words import (
     EXCLUDING,
     REASONS,
+    RULES as BY_RULE,
     SHAPES,
     SOURCES,
     label_words,
@@ -28,6 +29,7 @@ HOSTILE = "\x1b[2J\u202e"
         (REASONS, pb.FidelityReason.DESCRIPTOR),
         (SHAPES, pb.Lineage.DESCRIPTOR),
         (SOURCES, pb.LineageSource.DESCRIPTOR),
+        (BY_RULE, pb.LineageRule.DESCRIPTOR),
     ],
 )
 def test_every_name_of_the_contract_has_a_sentence(words: dict[str, str], enum: object) -> None:
@@ -42,6 +44,11 @@ def test_a_label_tells_its_source_and_a_rule_its_shape() -> None:
         assert label_words(lineage, "DECLARED") == SOURCES["DECLARED"]
         assert label_words(lineage, "") == ""
     assert label_words("UNKNOWN_99", "RULE") == SOURCES["RULE"]
+    for rule, sentence in BY_RULE.items():
+        assert label_words("MAIN", "RULE", rule) == f"{SOURCES['RULE']} {sentence}"
+        assert label_words("MAIN", "HEADER", rule) == SOURCES["HEADER"]
+    for unknown in ("UNSPECIFIED", "UNKNOWN_99"):
+        assert label_words("MAIN", "RULE", unknown) == label_words("MAIN", "RULE")
 
 
 def test_every_untrained_token_has_a_sentence() -> None:
@@ -76,8 +83,12 @@ def test_a_stored_turn_tells_each_reason_in_both_layouts(
 
 
 def test_a_stored_branch_tells_who_labelled_it() -> None:
-    given = {"lineage": pb.LINEAGE_SIBLING, "lineage_source": pb.LINEAGE_SOURCE_RULE}
-    sentence = f"SIBLING. {label_words('SIBLING', 'RULE')}"
+    given = {
+        "lineage": pb.LINEAGE_SUB_AGENT,
+        "lineage_source": pb.LINEAGE_SOURCE_RULE,
+        "lineage_rule": pb.LINEAGE_RULE_OTHER_TOOLS,
+    }
+    sentence = f"SUB_AGENT. {SOURCES['RULE']} {BY_RULE['OTHER_TOOLS']}"
     path = pb.Trajectory(leaf_node_id=4, **given)  # type: ignore[arg-type]
     assert told(trajectories=[path]) == [f"trajectory of node 4: {sentence}"]
     root = pb.TrajectoryNode(node_id=1)

@@ -100,7 +100,8 @@ async def test_a_session_has_the_tokens_that_the_trainer_gets(shared: Mesh, expo
         assert sampled == row["sampled"] == row["trained"]
         assert sum(sum(one["mask"]) for one in nodes.values()) == row["trained"]
         for one in (*shown["paths"], *shown["nodes"]):
-            assert one["label"] == label_words(one["lineage"], "RULE")
+            rule = {"MAIN": "MAIN_PATH", "ROOT": "OWN_ROOT"}[one["lineage"]]
+            assert one["label"] == label_words(one["lineage"], "RULE", rule)
         for one in shown["nodes"]:
             assert one["why"] == mask_words(one["reasons"], one["trained"])
         assert all(value < 0 for one in nodes.values() for value in one["logprobs"] if value)

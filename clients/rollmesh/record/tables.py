@@ -37,12 +37,14 @@ _CAPTURE = session_pb2.Capture.DESCRIPTOR
 _BUDGET = session_pb2.BudgetKind.DESCRIPTOR
 _LINEAGE = trajectory_pb2.Lineage.DESCRIPTOR
 _SOURCE = trajectory_pb2.LineageSource.DESCRIPTOR
+_RULE = trajectory_pb2.LineageRule.DESCRIPTOR
 _REASON = trajectory_pb2.FidelityReason.DESCRIPTOR
 _FINISH = sampling_pb2.FinishReason.DESCRIPTOR
 _ROLE = chat_pb2.Role.DESCRIPTOR
 _ORIGIN = session_pb2.OriginKind.DESCRIPTOR
 _KIND = sampling_pb2.ColumnKind.DESCRIPTOR
 _LOGPROBS = sampling_pb2.LogprobsMode.DESCRIPTOR
+_LABELS = ("lineage", "lineage_source", "lineage_rule")
 _SPAN = ("engine_id", "numerics_id", "adapter")
 _COLUMN = ("start", "rows", "value_bytes", "data", "engine_id", "numerics_id")
 
@@ -123,8 +125,7 @@ def _trajectory(one: trajectory_pb2.Trajectory) -> _Row:
         "trajectory_id": one.trajectory_id,
         "session_id": one.session_id,
         "leaf_node_id": one.leaf_node_id,
-        "lineage": name_of(_LINEAGE, one.lineage),
-        "lineage_source": _source(one.lineage_source),
+        **_labels(one),
         "reasons": _names(_REASON, one.reasons),
         "turns": one.turns,
         "prompt_tokens": one.prompt_tokens,
@@ -189,8 +190,7 @@ def _path_nodes(record: session_pb2.SessionRecord) -> dict[int, _Row]:
             node = _empty(part.node_id) | {
                 "parent_node_id": parent,
                 "role": name_of(_ROLE, last.role),
-                "lineage": name_of(_LINEAGE, one.lineage),
-                "lineage_source": _source(one.lineage_source),
+                **_labels(one),
                 "scaffold_tokens": part.scaffold,
             }
             _describe(node, last)
@@ -231,8 +231,7 @@ def _tree_nodes(tree: trajectory_pb2.TrajectoryTree) -> dict[int, _Row]:
         node = nodes[one.node_id] = _empty(one.node_id) | {
             "parent_node_id": parent,
             "role": name_of(_ROLE, one.role),
-            "lineage": name_of(_LINEAGE, one.lineage),
-            "lineage_source": _source(one.lineage_source),
+            **_labels(one),
             "scaffold_tokens": one.scaffold_tokens,
         }
         _describe(node, one)
@@ -244,7 +243,7 @@ def _empty(node_id: int) -> _Row:
     """Returns a node without tokens."""
     none = np.empty(0, np.uint32)
     unset = (
-        *("parent_node_id", "role", "lineage", "lineage_source", "messages", "context_index"),
+        *("parent_node_id", "role", *_LABELS, "messages", "context_index"),
         *("finish_reason", "prompt_crc32", "reward", "sampling"),
     )
     return {
@@ -338,8 +337,21 @@ def _names(enum: EnumDescriptor, numbers: Iterable[int]) -> list[str]:
     return [name_of(enum, number) for number in numbers]
 
 
-def _source(number: int) -> str:
-    return name_of(_SOURCE, number or trajectory_pb2.LINEAGE_SOURCE_RULE)
+def _labels(one: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryNode) -> _Row:
+    source = one.lineage_source or trajectory_pb2.LINEAGE_SOURCE_RULE
+    names = (
+        name_of(_LINEAGE, one.lineage),
+        name_of(_SOURCE, source),
+        name_of(_RULE, one.lineage_rule) if one.lineage_rule else None,
+    )
+    return dict(zip(_LABELS, names, strict=True))
+
+
+def _fill_labels(one: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryNode, row: _Row) -> None:
+    one.lineage = number_in(_LINEAGE, row["lineage"])
+    one.lineage_source = number_in(_SOURCE, row["lineage_source"])
+    if (rule := row.get("lineage_rule")) is not None:  # files of an earlier release lack it
+        one.lineage_rule = number_in(_RULE, rule)
 
 
 def _text(data: bytes, field: str) -> str:
@@ -406,8 +418,7 @@ def leaves_of(record: session_pb2.SessionRecord) -> Sequence[trajectory_pb2.Traj
             "trajectory_id": f"{record.session_id}-{leaf.node_id}",
             "session_id": record.session_id,
             "leaf_node_id": leaf.node_id,
-            "lineage": first["lineage"],
-            "lineage_source": first["lineage_source"],
+            **{name: first[name] for name in _LABELS},
             "reasons": sorted(reasons, key=lambda name: number_in(_REASON, name)) or ["EXACT"],
             "turns": sum(bool(node["sampled"]) for node in own),
             "prompt_tokens": prompt,
@@ -494,8 +505,7 @@ def _fill(one: trajectory_pb2.Trajectory, row: _Row, nodes: Mapping[int, _Row]) 
     """Makes a trajectory of its row and the nodes of its path."""
     for name in ("trajectory_id", "session_id", "leaf_node_id", "turns", "prompt_tokens"):
         setattr(one, name, row[name])
-    one.lineage = number_in(_LINEAGE, row["lineage"])
-    one.lineage_source = number_in(_SOURCE, row["lineage_source"])
+    _fill_labels(one, row)
     one.reasons.extend(_numbers(_REASON, row["reasons"]))
     if row["reward"] is not None:
         one.reward = row["reward"]
@@ -535,9 +545,8 @@ def _fill_tree(tree: trajectory_pb2.TrajectoryTree, row: _Row, nodes: Sequence[_
             end=end,
             scaffold_tokens=node["scaffold_tokens"],
             role=number_in(_ROLE, node["role"]),
-            lineage=number_in(_LINEAGE, node["lineage"]),
-            lineage_source=number_in(_SOURCE, node["lineage_source"]),
         )
+        _fill_labels(one, node)
         one.reasons.extend(_numbers(_REASON, node["reasons"]))
         if node["sampled"]:
             _fill_sample(one, node)

@@ -11,7 +11,7 @@ from rollmesh.client.transcripts import message_of
 from rollmesh.runtime.codec.arrays import unpack_logprobs, unpack_tokens
 from rollmesh.runtime.codec.enums import name_of, plain
 from rollmesh.runtime.runs import run_of, version_of
-from rollmesh.runtime.words import label_words, mask_words
+from rollmesh.runtime.words import label_of, mask_words
 from rollmesh.v1 import (
     chat_pb2,
     collector_pb2,
@@ -99,7 +99,7 @@ def running_session(found: gateway_pb2.GetSessionResponse, decode: Decode | None
             "trained": None,
             "reasons": _names(node.reasons),
             "lineage": name_of(trajectory_pb2.Lineage.DESCRIPTOR, node.lineage),
-            "lineage_source": name_of(trajectory_pb2.LineageSource.DESCRIPTOR, node.lineage_source),
+            "label": label_of(node),
             "finish_reason": _finish(node),
             "sampling": plain(node.sampling) if node.HasField("sampling") else None,
             "scaffold": node.scaffold_tokens,
@@ -194,7 +194,7 @@ def _of_trajectories(
     for one in trajectories:
         ids, logprobs, mask = (array.tolist() for array in unpack_tokens(one.tokens, "tokens"))
         lineage = name_of(trajectory_pb2.Lineage.DESCRIPTOR, one.lineage)
-        source = name_of(trajectory_pb2.LineageSource.DESCRIPTOR, one.lineage_source)
+        label = label_of(one)
         path: list[int] = []
         for node_id, parts in groupby(one.segments, lambda segment: segment.node_id):
             segments = list(parts)  # the template's tokens, then those that were sampled
@@ -206,7 +206,7 @@ def _of_trajectories(
                     "node_id": node_id,
                     "parent": path[-1] if path else None,
                     "lineage": lineage,
-                    "lineage_source": source,
+                    "label": label,
                     "scaffold": node.start - start if node.sampled else node.end - start,
                     "ids": ids[at],
                     "logprobs": logprobs[at],
@@ -221,7 +221,7 @@ def _of_trajectories(
             {
                 "trajectory_id": one.trajectory_id,
                 "lineage": lineage,
-                "label": label_words(lineage, source),
+                "label": label,
                 "reasons": _names(one.reasons),
                 "reward": one.reward if one.HasField("reward") else None,
                 "nodes": path,
@@ -237,6 +237,7 @@ def _of_text(node: session_pb2.NodeMessages) -> dict[str, Any]:
         "node_id": node.node_id,
         "parent": node.parent_node_id or None,
         "lineage": "",
+        "label": "",
         "role": role,
         "sampled": role == "ASSISTANT",
         "trained": None,
@@ -263,7 +264,7 @@ def _of_tree(
             if node.HasField("parent_index")
             else None,
             "lineage": name_of(trajectory_pb2.Lineage.DESCRIPTOR, node.lineage),
-            "lineage_source": name_of(trajectory_pb2.LineageSource.DESCRIPTOR, node.lineage_source),
+            "label": label_of(node),
             "scaffold": node.scaffold_tokens,
             "ids": ids[at],
             "logprobs": logprobs[at],
@@ -330,7 +331,7 @@ def _paths_of_tree(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "trajectory_id": "",
                 "lineage": leaf["lineage"],
-                "label": label_words(leaf["lineage"], leaf.get("lineage_source", "")),
+                "label": leaf["label"],
                 "reasons": leaf["reasons"],
                 "reward": None,
                 "nodes": path[::-1],
@@ -340,8 +341,7 @@ def _paths_of_tree(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _complete(node: dict[str, Any], decode: Decode | None) -> None:
-    """Adds the texts of a node's tokens, and why it has its label and tokens are not trained."""
-    node["label"] = label_words(node["lineage"], node.get("lineage_source", ""))
+    """Adds the texts of a node's tokens, and why tokens are not trained."""
     node["why"] = mask_words(node["reasons"], node["trained"])
     if decode is not None:
         node["text"] = decode(node["ids"])

@@ -6,6 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from rollmesh.chat import Message, RenderContext, ToolCall, make_context
+from rollmesh.gateway.export import pack_tree
+from rollmesh.gateway.lineage import RULES
+from rollmesh.gateway.responses import write_nodes
 from rollmesh.gateway.tree import Lineage, Node, new_root
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from tests.gateway.worlds import BARE, TOOLS, World, mask_of, said, user
@@ -17,6 +20,7 @@ SYSTEM, OTHER = Message("system", "You work."), Message("system", "Write a title
 WORK = "Fix the failing test of the parser."
 CALL = ToolCall("c", "f", "{}")
 SUMMARY = "All three steps were taken, and the parser reads its input now."
+LAST = "The tests of the parser pass, and its documentation is whole."
 
 
 def worked(world: World, turns: int, system: Message = SYSTEM) -> tuple[Message, ...]:
@@ -395,6 +399,61 @@ def test_a_call_whose_only_tool_takes_more_than_a_title_is_a_sub_agent(form: Ren
     title(world, context=form)
     assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_SUB_AGENT]
     assert all(mask_of(one).any() for one in world.export())
+
+
+BRANCHES: dict[str, tuple[RenderContext, tuple[Message, ...]]] = {
+    "MAIN_PATH": (TOOLS, (SYSTEM, user("go"), said(SUMMARY), user("on"))),
+    "FINAL_ANSWER": (BARE, (SYSTEM, user("go"), said(SUMMARY), user("on"))),
+    "OTHER_SAMPLE": (TOOLS, (SYSTEM, user("go"))),
+    "OTHER_MESSAGE": (TOOLS, (SYSTEM, user("go"), said(SUMMARY), user("no"))),
+    "SHARED_MESSAGES": (TOOLS, (SYSTEM, user("go"), said("My own words."), user("on"))),
+    "OWN_ROOT": (TOOLS, (SYSTEM, user("A question."))),
+    "PROBE": (TOOLS, (SYSTEM, user("A question."))),
+    "WITHOUT_TOOLS": (BARE, (OTHER, user("A question."))),
+    "TITLE_TOOL": (tool("respond", "title"), (OTHER, user("A question."))),
+    "OTHER_SYSTEM": (TOOLS, (OTHER, user("A question."))),
+    "OTHER_TOOLS": (OTHER_TOOLS, (SYSTEM, user("A question."))),
+    "RECENT_ANSWER": (TOOLS, (SYSTEM, said(LAST), user("on"))),
+    "QUOTED_ANSWER": (TOOLS, (SYSTEM, user(f"So far: {LAST}"))),
+}
+"""By rule: the context and the messages of a request beside a conversation of two turns."""
+
+
+def test_every_rule_has_a_branch_here() -> None:
+    assert (
+        {trajectory_pb2.LineageRule.Value(f"LINEAGE_RULE_{one}") for one in BRANCHES}
+        == {*RULES}
+        == {one for one in trajectory_pb2.LineageRule.values() if one}
+    )
+
+
+@pytest.mark.parametrize("rule", BRANCHES)
+def test_a_branch_names_the_rule_that_labelled_it(rule: str) -> None:
+    world, (context, messages) = World(), BRANCHES[rule]
+    begin = (SYSTEM, user("go"))
+    world.turn(begin, said(SUMMARY), context=TOOLS)
+    if rule not in {"MAIN_PATH", "FINAL_ANSWER"}:
+        world.turn((*begin, said(SUMMARY), user("on")), said(LAST), context=TOOLS)
+    length, stop = sampling_pb2.FINISH_REASON_LENGTH, sampling_pb2.FINISH_REASON_STOP
+    probes = rule == "PROBE"
+    asked = world.turn(
+        messages,
+        said("Done."),
+        context=context,
+        finish=length if probes else stop,
+        tokens=1 if probes else 3,
+    )
+    (own,) = (one for one in world.export() if one.leaf_node_id == asked.node_id)
+    assert own.lineage_rule == trajectory_pb2.LineageRule.Value(f"LINEAGE_RULE_{rule}")
+    assert own.lineage == RULES[own.lineage_rule]
+    tree = trajectory_pb2.TrajectoryTree()
+    for _ in pack_tree(world.tree, tree):
+        pass
+    packed = next(one for one in tree.nodes if one.node_id == asked.node_id)
+    asked.stored = True
+    (shown,) = write_nodes(world.tree, 0, with_messages=False)
+    for one in (packed, shown):
+        assert (one.lineage, one.lineage_rule) == (own.lineage, own.lineage_rule)
 
 
 def test_a_sub_agent_that_takes_a_title_and_goes_on_is_trained() -> None:

@@ -1824,6 +1824,7 @@ class SessionNode(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     LINEAGE_SOURCE_FIELD_NUMBER: _builtins.int
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
+    LINEAGE_RULE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
     """Id, unique within the session."""
     parent_node_id: _builtins.int
@@ -1842,6 +1843,8 @@ class SessionNode(_message.Message):
     """Why its generation ended. Only on sampled nodes."""
     lineage_source: _trajectory_pb2.LineageSource.ValueType
     """Who labelled the branch."""
+    lineage_rule: _trajectory_pb2.LineageRule.ValueType
+    """The rule that labelled the branch, where the source is RULE."""
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.FidelityReason.ValueType]:
         """Facts about the node that a trainer must know."""
@@ -1874,10 +1877,11 @@ class SessionNode(_message.Message):
         sampling: _sampling_pb2.SamplingParams | None = ...,
         lineage_source: _trajectory_pb2.LineageSource.ValueType = ...,
         version_spans: _abc.Iterable[_sampling_pb2.VersionSpan] | None = ...,
+        lineage_rule: _trajectory_pb2.LineageRule.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason", "lineage", b"lineage", "lineage_source", b"lineage_source", "messages", b"messages", "node_id", b"node_id", "parent_node_id", b"parent_node_id", "reasons", b"reasons", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "scaffold_tokens", b"scaffold_tokens", "token_ids_u32le", b"token_ids_u32le", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason", "lineage", b"lineage", "lineage_rule", b"lineage_rule", "lineage_source", b"lineage_source", "messages", b"messages", "node_id", b"node_id", "parent_node_id", b"parent_node_id", "reasons", b"reasons", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "scaffold_tokens", b"scaffold_tokens", "token_ids_u32le", b"token_ids_u32le", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015

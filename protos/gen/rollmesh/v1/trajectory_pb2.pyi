@@ -315,6 +315,78 @@ LINEAGE_SOURCE_RULE: LineageSource.ValueType  # 3
 """A rule of the gateway, by the shape of the tree."""
 Global___LineageSource: _TypeAlias = LineageSource  # noqa: Y015
 
+class _LineageRule:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LineageRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LineageRule.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LINEAGE_RULE_UNSPECIFIED: _LineageRule.ValueType  # 0
+    """No rule labelled it, or an earlier release did."""
+    LINEAGE_RULE_MAIN_PATH: _LineageRule.ValueType  # 1
+    """MAIN: the main path of the main conversation."""
+    LINEAGE_RULE_FINAL_ANSWER: _LineageRule.ValueType  # 2
+    """MAIN: a final answer after all of the main path, asked without the tools of the main conversation."""
+    LINEAGE_RULE_OTHER_SAMPLE: _LineageRule.ValueType  # 3
+    """SIBLING: it leaves the main path with another sample of a turn."""
+    LINEAGE_RULE_OTHER_MESSAGE: _LineageRule.ValueType  # 4
+    """BRANCH: it leaves the main path with another message, after a sampled turn."""
+    LINEAGE_RULE_SHARED_MESSAGES: _LineageRule.ValueType  # 5
+    """BRANCH: it leaves the main path before a sampled turn, after messages other than the system message."""
+    LINEAGE_RULE_OWN_ROOT: _LineageRule.ValueType  # 6
+    """ROOT: it shares at most the system message with the main conversation."""
+    LINEAGE_RULE_PROBE: _LineageRule.ValueType  # 7
+    """AUXILIARY: one turn of at most one token, cut by the limit of its request."""
+    LINEAGE_RULE_WITHOUT_TOOLS: _LineageRule.ValueType  # 8
+    """AUXILIARY: one turn without tools, under another system message, while the main conversation has tools."""
+    LINEAGE_RULE_TITLE_TOOL: _LineageRule.ValueType  # 9
+    """AUXILIARY: one turn under another system message, whose only tool takes a title."""
+    LINEAGE_RULE_OTHER_SYSTEM: _LineageRule.ValueType  # 10
+    """SUB_AGENT: another system message than that of the main conversation."""
+    LINEAGE_RULE_OTHER_TOOLS: _LineageRule.ValueType  # 11
+    """SUB_AGENT: the system message of the main conversation, and other tools or template options."""
+    LINEAGE_RULE_RECENT_ANSWER: _LineageRule.ValueType  # 12
+    """COMPACTION: after the last turn of the main conversation, with its system message and tools and a
+    shorter history, which holds a recent answer.
+    """
+    LINEAGE_RULE_QUOTED_ANSWER: _LineageRule.ValueType  # 13
+    """COMPACTION: as RECENT_ANSWER, but a message of the user quotes a recent answer."""
+
+class LineageRule(_LineageRule, metaclass=_LineageRuleEnumTypeWrapper):
+    """The rule of the gateway that labelled a branch. Most compare it with the main conversation."""
+
+LINEAGE_RULE_UNSPECIFIED: LineageRule.ValueType  # 0
+"""No rule labelled it, or an earlier release did."""
+LINEAGE_RULE_MAIN_PATH: LineageRule.ValueType  # 1
+"""MAIN: the main path of the main conversation."""
+LINEAGE_RULE_FINAL_ANSWER: LineageRule.ValueType  # 2
+"""MAIN: a final answer after all of the main path, asked without the tools of the main conversation."""
+LINEAGE_RULE_OTHER_SAMPLE: LineageRule.ValueType  # 3
+"""SIBLING: it leaves the main path with another sample of a turn."""
+LINEAGE_RULE_OTHER_MESSAGE: LineageRule.ValueType  # 4
+"""BRANCH: it leaves the main path with another message, after a sampled turn."""
+LINEAGE_RULE_SHARED_MESSAGES: LineageRule.ValueType  # 5
+"""BRANCH: it leaves the main path before a sampled turn, after messages other than the system message."""
+LINEAGE_RULE_OWN_ROOT: LineageRule.ValueType  # 6
+"""ROOT: it shares at most the system message with the main conversation."""
+LINEAGE_RULE_PROBE: LineageRule.ValueType  # 7
+"""AUXILIARY: one turn of at most one token, cut by the limit of its request."""
+LINEAGE_RULE_WITHOUT_TOOLS: LineageRule.ValueType  # 8
+"""AUXILIARY: one turn without tools, under another system message, while the main conversation has tools."""
+LINEAGE_RULE_TITLE_TOOL: LineageRule.ValueType  # 9
+"""AUXILIARY: one turn under another system message, whose only tool takes a title."""
+LINEAGE_RULE_OTHER_SYSTEM: LineageRule.ValueType  # 10
+"""SUB_AGENT: another system message than that of the main conversation."""
+LINEAGE_RULE_OTHER_TOOLS: LineageRule.ValueType  # 11
+"""SUB_AGENT: the system message of the main conversation, and other tools or template options."""
+LINEAGE_RULE_RECENT_ANSWER: LineageRule.ValueType  # 12
+"""COMPACTION: after the last turn of the main conversation, with its system message and tools and a
+shorter history, which holds a recent answer.
+"""
+LINEAGE_RULE_QUOTED_ANSWER: LineageRule.ValueType  # 13
+"""COMPACTION: as RECENT_ANSWER, but a message of the user quotes a recent answer."""
+Global___LineageRule: _TypeAlias = LineageRule  # noqa: Y015
+
 @_typing.final
 class LineageEdge(_message.Message):
     """How two model requests of a session belong together, as the agent declares it."""
@@ -576,6 +648,7 @@ class Trajectory(_message.Message):
     TEACHER_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     LINEAGE_SOURCE_FIELD_NUMBER: _builtins.int
+    LINEAGE_RULE_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Stable id: the same on every export and redelivery of the leaf."""
     session_id: _builtins.str
@@ -592,6 +665,8 @@ class Trajectory(_message.Message):
     """Reward of this trajectory. Not set where the session's reward applies."""
     lineage_source: Global___LineageSource.ValueType
     """Who labelled the branch."""
+    lineage_rule: Global___LineageRule.ValueType
+    """The rule that did, where the source is RULE."""
     @_builtins.property
     def tokens(self) -> Global___TokenArrays:
         """The N tokens, N at least 1."""
@@ -642,10 +717,11 @@ class Trajectory(_message.Message):
         teacher: Global___TeacherScores | None = ...,
         columns: _abc.Iterable[_sampling_pb2.TokenColumn] | None = ...,
         lineage_source: Global___LineageSource.ValueType = ...,
+        lineage_rule: Global___LineageRule.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "teacher", b"teacher", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "columns", b"columns", "images", b"images", "leaf_node_id", b"leaf_node_id", "lineage", b"lineage", "lineage_source", b"lineage_source", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "reward", b"reward", "segments", b"segments", "session_id", b"session_id", "teacher", b"teacher", "tokens", b"tokens", "trajectory_id", b"trajectory_id", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "columns", b"columns", "images", b"images", "leaf_node_id", b"leaf_node_id", "lineage", b"lineage", "lineage_rule", b"lineage_rule", "lineage_source", b"lineage_source", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "reward", b"reward", "segments", b"segments", "session_id", b"session_id", "teacher", b"teacher", "tokens", b"tokens", "trajectory_id", b"trajectory_id", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -724,6 +800,7 @@ class TrajectoryNode(_message.Message):
     MODEL_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     BEGUN_UNIX_MS_FIELD_NUMBER: _builtins.int
     ENDED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    LINEAGE_RULE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
     """Id, unique within the session. Ids ascend in the order of the nodes."""
     parent_index: _builtins.int
@@ -760,6 +837,8 @@ class TrajectoryNode(_message.Message):
     """When the gateway took the request, milliseconds since 1970 UTC. Only on sampled nodes. 0 is unknown."""
     ended_unix_ms: _builtins.int
     """When the last token was sampled, milliseconds since 1970 UTC. Only on sampled nodes. 0 is unknown."""
+    lineage_rule: Global___LineageRule.ValueType
+    """The rule that labelled the branch, where the source is RULE."""
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FidelityReason.ValueType]:
         """Why sampled tokens are not trained, or what else a trainer must know about the node."""
@@ -798,10 +877,11 @@ class TrajectoryNode(_message.Message):
         model_request_ids: _abc.Iterable[_builtins.str] | None = ...,
         begun_unix_ms: _builtins.int = ...,
         ended_unix_ms: _builtins.int = ...,
+        lineage_rule: Global___LineageRule.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "finish_reason", b"finish_reason", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reward", b"reward", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "begun_unix_ms", b"begun_unix_ms", "end", b"end", "ended_unix_ms", b"ended_unix_ms", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "lineage", b"lineage", "lineage_source", b"lineage_source", "model_request_ids", b"model_request_ids", "node_id", b"node_id", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "scaffold_tokens", b"scaffold_tokens", "start", b"start", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "begun_unix_ms", b"begun_unix_ms", "end", b"end", "ended_unix_ms", b"ended_unix_ms", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "lineage", b"lineage", "lineage_rule", b"lineage_rule", "lineage_source", b"lineage_source", "model_request_ids", b"model_request_ids", "node_id", b"node_id", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "sampling", b"sampling", "scaffold_tokens", b"scaffold_tokens", "start", b"start", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015

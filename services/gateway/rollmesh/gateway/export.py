@@ -76,6 +76,7 @@ def pack_tree(tree: Tree, packed: trajectory_pb2.TrajectoryTree) -> Iterator[Non
             role=write_role(node.messages[0].role),
             lineage=found[node.node_id].lineage,
             lineage_source=found[node.node_id].source,
+            lineage_rule=found[node.node_id].rule,
         )
         _place_images(packed, node, start)
         if node.sample is None:
@@ -187,6 +188,7 @@ def _export(
     trajectory.trajectory_id = trajectory_id(session_id, leaf.node_id)
     trajectory.session_id, trajectory.leaf_node_id = session_id, leaf.node_id
     trajectory.lineage, trajectory.lineage_source = label.lineage, label.source
+    trajectory.lineage_rule = label.rule
     trajectory.prompt_tokens = leaf.end
     end = 0
     for node in leaf.path():

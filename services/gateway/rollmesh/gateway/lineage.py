@@ -43,7 +43,7 @@ An uncertain case is never AUXILIARY, because AUXILIARY turns are not trained.
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import NamedTuple, TypeAlias
 
@@ -70,6 +70,25 @@ Source: TypeAlias = trajectory_pb2.LineageSource.ValueType
 _DECLARED = trajectory_pb2.LINEAGE_SOURCE_DECLARED
 _HEADER = trajectory_pb2.LINEAGE_SOURCE_HEADER
 _RULE = trajectory_pb2.LINEAGE_SOURCE_RULE
+_Rule: TypeAlias = trajectory_pb2.LineageRule.ValueType
+_MAIN_PATH = trajectory_pb2.LINEAGE_RULE_MAIN_PATH
+_NO_RULE = trajectory_pb2.LINEAGE_RULE_UNSPECIFIED
+RULES: Mapping[_Rule, Lineage] = {
+    _MAIN_PATH: trajectory_pb2.LINEAGE_MAIN,
+    trajectory_pb2.LINEAGE_RULE_FINAL_ANSWER: trajectory_pb2.LINEAGE_MAIN,
+    trajectory_pb2.LINEAGE_RULE_OTHER_SAMPLE: trajectory_pb2.LINEAGE_SIBLING,
+    trajectory_pb2.LINEAGE_RULE_OTHER_MESSAGE: trajectory_pb2.LINEAGE_BRANCH,
+    trajectory_pb2.LINEAGE_RULE_SHARED_MESSAGES: trajectory_pb2.LINEAGE_BRANCH,
+    trajectory_pb2.LINEAGE_RULE_OWN_ROOT: trajectory_pb2.LINEAGE_ROOT,
+    trajectory_pb2.LINEAGE_RULE_PROBE: trajectory_pb2.LINEAGE_AUXILIARY,
+    trajectory_pb2.LINEAGE_RULE_WITHOUT_TOOLS: trajectory_pb2.LINEAGE_AUXILIARY,
+    trajectory_pb2.LINEAGE_RULE_TITLE_TOOL: trajectory_pb2.LINEAGE_AUXILIARY,
+    trajectory_pb2.LINEAGE_RULE_OTHER_SYSTEM: trajectory_pb2.LINEAGE_SUB_AGENT,
+    trajectory_pb2.LINEAGE_RULE_OTHER_TOOLS: trajectory_pb2.LINEAGE_SUB_AGENT,
+    trajectory_pb2.LINEAGE_RULE_RECENT_ANSWER: trajectory_pb2.LINEAGE_COMPACTION,
+    trajectory_pb2.LINEAGE_RULE_QUOTED_ANSWER: trajectory_pb2.LINEAGE_COMPACTION,
+}
+"""The lineage that each rule gives."""
 
 
 class Label(NamedTuple):
@@ -78,6 +97,8 @@ class Label(NamedTuple):
     lineage: Lineage
     source: Source
     """Who says so."""
+    rule: _Rule = _NO_RULE
+    """The rule, if one says so."""
     is_rejected: bool = False
     """Whether it belongs to a compaction that the agent attempted and did not take."""
 
@@ -97,7 +118,7 @@ def lineages(tree: Tree, nodes: Iterable[Node]) -> dict[int, Label]:
 def _along(tree: Tree) -> dict[int, Label]:
     """Returns the labels of a tree with a single path, of which only requests say more."""
     found: dict[int, Label] = {}
-    label = Label(trajectory_pb2.LINEAGE_MAIN, _RULE)
+    label = Label(trajectory_pb2.LINEAGE_MAIN, _RULE, _MAIN_PATH)
     for node in tree.nodes.values():
         label = label if node.said is None else Label(node.said, _HEADER)
         found[node.node_id] = label
@@ -231,7 +252,7 @@ class _Ways:
         starts = [node for node in tree.nodes.values() if _is_start(node)]
         self._chosen: dict[int, Node] = {}
         self._main = self._main_of(starts) if starts else None
-        self._known: dict[tuple[int, int, bool], Lineage] = {}
+        self._known: dict[tuple[int, int, bool], _Rule] = {}
         self._begun: dict[int, _Way] = {}
         """The paths that end with a first turn beside the main path, by its id."""
         self._trunk: list[Node] = []
@@ -279,9 +300,11 @@ class _Ways:
         """Returns the label of a branch of which no edge refers to another turn."""
         if way.said is not None and way.said.lineage not in {None, trajectory_pb2.LINEAGE_MAIN}:
             return Label(way.said.lineage or trajectory_pb2.LINEAGE_MAIN, way.said.source)
-        lineage = self._shaped(way)
-        is_said = way.said is not None and way.said.lineage == lineage
-        return Label(lineage, _HEADER if is_said else _RULE)
+        rule = self._shaped(way)
+        lineage = RULES[rule]
+        if way.said is not None and way.said.lineage == lineage:
+            return Label(lineage, _HEADER)
+        return Label(lineage, _RULE, rule)
 
     def _all_of(self, tree: Tree) -> dict[int, _Way]:
         """Returns the paths of all nodes, by the id of the last node."""
@@ -323,17 +346,17 @@ class _Ways:
                 self._begun[node.node_id] = found[node.node_id]
         return found
 
-    def _shaped(self, way: _Way) -> Lineage:
-        """Returns the lineage of the branch that a path ends in, by the shape of the tree."""
+    def _shaped(self, way: _Way) -> _Rule:
+        """Returns the rule for the branch that a path ends in, by the shape of the tree."""
         main = self._main
         assert main is not None
         if way.first is None or way.last is None:
-            return trajectory_pb2.LINEAGE_MAIN
+            return _MAIN_PATH
         if way.start is main and (way.shared or way.first.sample is not None):
             return (
-                trajectory_pb2.LINEAGE_BRANCH
+                trajectory_pb2.LINEAGE_RULE_OTHER_MESSAGE
                 if way.last.sample is None
-                else trajectory_pb2.LINEAGE_SIBLING
+                else trajectory_pb2.LINEAGE_RULE_OTHER_SAMPLE
             )
         begun = 0 if way.begun is None else way.begun.node_id
         key = way.start.node_id, begun, bool(way.along)
@@ -405,8 +428,8 @@ class _Ways:
             return node is self._main
         return node.parent is not None and self._next(node.parent) is node
 
-    def _beside(self, way: _Way, first: Node | None, main: Node) -> Lineage:
-        """Returns the lineage of a conversation that shares no sampled turn with the main one.
+    def _beside(self, way: _Way, first: Node | None, main: Node) -> _Rule:
+        """Returns the rule for a conversation that shares no sampled turn with the main one.
 
         Args:
             way: A path in it.
@@ -418,19 +441,24 @@ class _Ways:
         same_system = _system(start) == _system(main)
         same_context = start.render_context.key == main.render_context.key
         if one_turn and first is not None and _is_probe(first):
-            return trajectory_pb2.LINEAGE_AUXILIARY
+            return trajectory_pb2.LINEAGE_RULE_PROBE
         toolless = bool(main.render_context.tools_json) and not start.render_context.tools_json
         is_end = toolless and first is not None and self._continues(first)
         if is_end and (same_system or not self._is_answered()):
-            return trajectory_pb2.LINEAGE_MAIN
-        if one_turn and not same_system and (toolless or _is_titled(start)):
-            return trajectory_pb2.LINEAGE_AUXILIARY
-        if same_context and same_system and first is not None and self._compacts(first):
-            return trajectory_pb2.LINEAGE_COMPACTION
-        if not same_system or (not same_context and bool(start.render_context.tools_json)):
-            return trajectory_pb2.LINEAGE_SUB_AGENT
-        shares = start is main and way.along
-        return trajectory_pb2.LINEAGE_BRANCH if shares else trajectory_pb2.LINEAGE_ROOT
+            return trajectory_pb2.LINEAGE_RULE_FINAL_ANSWER
+        if one_turn and not same_system and toolless:
+            return trajectory_pb2.LINEAGE_RULE_WITHOUT_TOOLS
+        if one_turn and not same_system and _is_titled(start):
+            return trajectory_pb2.LINEAGE_RULE_TITLE_TOOL
+        if same_context and same_system and first is not None and (rule := self._compacts(first)):
+            return rule
+        if not same_system:
+            return trajectory_pb2.LINEAGE_RULE_OTHER_SYSTEM
+        if not same_context and start.render_context.tools_json:
+            return trajectory_pb2.LINEAGE_RULE_OTHER_TOOLS
+        if start is main and way.along:
+            return trajectory_pb2.LINEAGE_RULE_SHARED_MESSAGES
+        return trajectory_pb2.LINEAGE_RULE_OWN_ROOT
 
     def _says_as_main(self, node: Node, at: int) -> bool:
         """Returns whether a node equals the main path's node there, system messages aside."""
@@ -456,10 +484,10 @@ class _Ways:
             and trajectory_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL not in last.reasons
         )
 
-    def _compacts(self, first: Node) -> bool:
-        """Returns whether a turn carries the work on from a shorter history."""
+    def _compacts(self, first: Node) -> _Rule:
+        """Returns by which rule a turn carries the work on from a shorter history, or none."""
         if not self._follows(first) or self._begun[first.node_id].depth - 1 >= self._last:
-            return False
+            return _NO_RULE
         assert first.parent is not None
         answered = False
         for node in islice(first.parent.up(), _LONGEST_HISTORY):
@@ -467,10 +495,12 @@ class _Ways:
             if role == "user" or (role == "assistant" and not answered):
                 if node.node_id not in self._carries:
                     self._carries[node.node_id] = self._carries_recent(node)
+                if self._carries[node.node_id] and role == "user":
+                    return trajectory_pb2.LINEAGE_RULE_QUOTED_ANSWER
                 if self._carries[node.node_id]:
-                    return True
+                    return trajectory_pb2.LINEAGE_RULE_RECENT_ANSWER
             answered = answered or role == "assistant"
-        return False
+        return _NO_RULE
 
     def _carries_recent(self, node: Node) -> bool:
         """Returns whether a message echoes a recent answer, or quotes one if it is the user's."""

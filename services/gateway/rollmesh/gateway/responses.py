@@ -241,6 +241,7 @@ def write_nodes(
             sampled=node.sample is not None,
             lineage=found[node.node_id].lineage,
             lineage_source=found[node.node_id].source,
+            lineage_rule=found[node.node_id].rule,
             reasons=sorted(node.reasons),
         )
         if node.sample is not None:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from rollmesh.runtime.codec.enums import name_of, plain
 from rollmesh.runtime.runs import told
-from rollmesh.v1 import session_pb2, trajectory_pb2
+from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 
 REASONS = {
     "EXACT": "The engine received and sampled these ids, and nothing was excluded.",
@@ -68,7 +68,29 @@ SHAPES = {
     "COMPACTION": "It has the system message and the tools of the main conversation, begins after "
     "its last turn, and has a shorter history that holds a recent answer, or quotes one.",
 }
-"""Each label of a branch: the rule that gives it by the shape of the tree."""
+"""Each label of a branch: the rules that give it by the shape of the tree."""
+RULES = {
+    "MAIN_PATH": "It is the main path of the agent's main conversation.",
+    "FINAL_ANSWER": "It is a final answer after all of the main path, which is asked without "
+    "tools.",
+    "OTHER_SAMPLE": "It leaves the main path with another sample of a turn.",
+    "OTHER_MESSAGE": "It leaves the main path with another message, after a turn.",
+    "SHARED_MESSAGES": "It leaves the main path with another message, before any turn.",
+    "OWN_ROOT": "It shares no message with the main conversation, except the system message.",
+    "PROBE": "It is one turn of at most one token, cut by the limit of its request: a probe.",
+    "WITHOUT_TOOLS": "It is one turn without tools, under another system message than the main "
+    "conversation, which has tools.",
+    "TITLE_TOOL": "It is one turn whose only tool takes a title, under another system message "
+    "than the main conversation.",
+    "OTHER_SYSTEM": "It has another system message than the main conversation.",
+    "OTHER_TOOLS": "It has the system message of the main conversation, and other tools or "
+    "template options.",
+    "RECENT_ANSWER": "It begins after the last turn of the main conversation, with the same "
+    "system message and tools, and its shorter history holds a recent answer.",
+    "QUOTED_ANSWER": "It begins after the last turn of the main conversation, with the same "
+    "system message and tools, and a user message of its shorter history quotes a recent answer.",
+}
+"""Each rule of the gateway. Records of earlier releases do not name theirs."""
 SOURCES = {
     "DECLARED": "The agent declared an edge that gives the branch its label.",
     "HEADER": "A request on the branch gave it its label.",
@@ -79,12 +101,20 @@ SOURCES = {
 _REASON = trajectory_pb2.FidelityReason.DESCRIPTOR
 _LINEAGE = trajectory_pb2.Lineage.DESCRIPTOR
 _SOURCE = trajectory_pb2.LineageSource.DESCRIPTOR
+_RULE = trajectory_pb2.LineageRule.DESCRIPTOR
 
 
-def label_words(lineage: str, source: str) -> str:
-    """Returns why a branch has its label. Empty if that was not recorded."""
+def label_words(lineage: str, source: str, rule: str = "") -> str:
+    """Returns why a branch has its label. Empty if that was not recorded.
+
+    Args:
+        lineage: The label.
+        source: Who labelled it.
+        rule: The rule of the gateway. Empty or unknown: all rules that give the label are told.
+    """
     said = SOURCES.get(source, "")
-    return f"{said} {SHAPES.get(lineage, '')}".strip() if source == "RULE" else said
+    shape = RULES.get(rule) or SHAPES.get(lineage, "")
+    return f"{said} {shape}".strip() if source == "RULE" else said
 
 
 def told_reasons(reasons: Iterable[int]) -> list[str]:
@@ -159,14 +189,13 @@ def why(session: session_pb2.SessionRecord) -> Iterator[str]:
     A turn is told with its request: the ids that the agent gave it, and its sampling parameters.
     """
     for row in session.trajectories:
-        name = f"trajectory of node {row.leaf_node_id}"
-        yield from _label(name, row.lineage, row.lineage_source)
+        yield _label(f"trajectory of node {row.leaf_node_id}", row)
     nodes: dict[int, Any] = {}
     inner = {node.parent_index for node in session.tree.nodes if node.HasField("parent_index")}
     for at, node in enumerate(session.tree.nodes):
         nodes[node.node_id] = node
         if at not in inner:
-            yield from _label(f"branch of node {node.node_id}", node.lineage, node.lineage_source)
+            yield _label(f"branch of node {node.node_id}", node)
     for row in session.trajectories:
         for part in row.segments:
             known = nodes.get(part.node_id)
@@ -176,9 +205,16 @@ def why(session: session_pb2.SessionRecord) -> Iterator[str]:
         yield from _turn(node)
 
 
-def _label(name: str, lineage: int, source: int) -> Iterator[str]:
-    label = name_of(_LINEAGE, lineage)
-    yield f"{name}: {label}. {label_words(label, name_of(_SOURCE, source))}".rstrip()
+def label_of(
+    branch: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryNode | gateway_pb2.SessionNode,
+) -> str:
+    """Returns why a branch has its label, as `label_words`."""
+    lineage, rule = name_of(_LINEAGE, branch.lineage), name_of(_RULE, branch.lineage_rule)
+    return label_words(lineage, name_of(_SOURCE, branch.lineage_source), rule)
+
+
+def _label(name: str, branch: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryNode) -> str:
+    return f"{name}: {name_of(_LINEAGE, branch.lineage)}. {label_of(branch)}".rstrip()
 
 
 def _turn(node: trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode) -> Iterator[str]:

@@ -47,7 +47,7 @@ from rollmesh.v1 import server_pb2, server_pb2_grpc
 
 # ServerService: the release and the capabilities of a server.
 
-API_REVISION = 42
+API_REVISION = 43
 """Incremented with every addition to the contract."""
 NAME = "rollmesh.v1.ServerService"
 _MOST_NAMES = 64
