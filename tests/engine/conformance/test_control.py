@@ -15,7 +15,7 @@ from rollmesh.runtime.errors import (
     WeightsDroppedError,
 )
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import sampling_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.controls import ABORT, RESET_PREFIX_CACHE, RESUME, WAIT, WAKE_UP, abort, pause, sleep
 from tests.engine.engines import LONG, Engine, Result
 
@@ -65,6 +65,28 @@ async def test_paused_requests_wait_and_go_on(engine: Engine) -> None:
     assert len(result.ids) == 100
     assert len((await late[0]).ids) == 5
     assert not (await engine.info()).paused
+
+
+async def test_tokens_that_were_sampled_before_a_pause_arrive_during_it(engine: Engine) -> None:
+    asked, result = engine.request(600, 512, sampling={"temperature": 0.0}), Result()
+    asked.collect_ms = 1_000
+    async with (
+        asyncio.timeout(120),
+        aclosing(engine.stream(asked)) as collected,
+        aclosing(engine.stream(engine.request(LONG, 1))) as later,
+    ):
+        result.take(await anext(collected))
+        for _ in range(8):
+            await anext(later)
+        await engine.stub.ControlEngines(pause())
+        while len(result.ids) < 8:
+            result.take(await anext(collected))
+        await engine.stub.ControlEngines(RESUME)
+        async for response in collected:
+            result.take(response)
+    whole = await engine.generate(engine_pb2.StreamedGenerate(generate=asked.generate))
+    assert result.ids == whole.ids
+    assert result.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
 async def test_a_pause_that_aborts_ends_requests_with_their_tokens_so_far(engine: Engine) -> None:

@@ -248,7 +248,7 @@ class ScriptedBackend:
                 await self._step(state, most)
                 now_ms = clock.monotonic_ms()
                 waits = passed and now_ms - sent_ms < request.collect_ms
-                if waits or state.over or not request.max_chunk_tokens:
+                if (waits and self._resumed.is_set()) or state.over or not request.max_chunk_tokens:
                     continue
                 for part in state.messages(passed, most):
                     yield part

@@ -16,6 +16,8 @@ _SHOWN = 300
 _LARGE = 64 * 1024
 _END_S = 1.0
 _NO_QUERY: Mapping[str, str] = {}
+SILENCE = object()
+"""Stands among events for a silence of `patience_s`."""
 _RETRY_MS = 5_000
 
 
@@ -37,6 +39,8 @@ class Stream:
         self._response = response
         self._most = most
         self._waits = waits
+        self.patience_s: float | None = None
+        """How long `events` waits for a next one before it yields `SILENCE`. None is forever."""
 
     @property
     def connection(self) -> object:
@@ -61,7 +65,10 @@ class Stream:
             EngineFaultError: An event is too large or no JSON, or the last one is missing.
         """
         unread = bytearray()
-        while part := await self._next():
+        while (part := await self._next()) != b"":
+            if part is None:
+                yield SILENCE
+                continue
             unread += part
             while (end := unread.find(b"\n\n")) >= 0:
                 event, unread = bytes(unread[:end]), unread[end + 2 :]
@@ -75,10 +82,14 @@ class Stream:
                 raise EngineFaultError(f"the server sent an event of more than {self._most} bytes")
         raise EngineFaultError("the server ended a stream before its last event")
 
-    async def _next(self) -> bytes:
+    async def _next(self) -> bytes | None:
+        """Returns the next bytes, b"" at the end, None after a silence."""
         async with self._waits.one():
             try:
-                part: bytes = await self._response.content.readany()
+                async with asyncio.timeout(self.patience_s):
+                    part: bytes = await self._response.content.readany()
+            except TimeoutError:
+                return None
             except RuntimeError as error:  # of aiohttp, once the pool of connections is closed
                 raise aiohttp.ClientConnectionError(str(error)) from error
         return part

@@ -18,8 +18,8 @@ from rollmesh.v1 import engine_pb2
 
 _PATIENT = 2**31
 """More tokens than any answer has: vLLM passes none of them on."""
-_AT_ONCE, _HURRIED = 1, 2
-"""Tokens that vLLM passes on together. 1 is the last step's alone, so withheld ones need 2."""
+_AT_ONCE = 1
+"""VLLM passes on the tokens of each step, without those withheld before."""
 
 
 class VersionStart(NamedTuple):
@@ -88,8 +88,11 @@ class RunningRequest:
             self._timer.cancel()
 
     def _hurry(self) -> None:
-        held = self._state.detokenizer.num_output_tokens() - self._state.sent_tokens_offset
-        self._state.stream_interval = _HURRIED if held else _AT_ONCE
+        """Passes on the tokens that vLLM has withheld, also if the model stands still."""
+        state = self._state
+        state.stream_interval = _AT_ONCE
+        if withheld := state.detokenizer.output_token_ids[state.sent_tokens_offset :]:
+            state.queue.put(state.make_request_output(withheld, None, None, None))
 
 
 def messages(
