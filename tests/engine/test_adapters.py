@@ -197,7 +197,12 @@ async def test_an_engine_without_room_takes_no_adapters(tmp_path: Path) -> None:
         ({"target_modules": []}, "target_modules"),
         ({"target_modules": [1]}, "target_modules"),
         ({"use_dora": True}, "use_dora"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"rank_pattern": {"q_proj": 17}}, r"rank_pattern\['q_proj'\]: is 17; .*max_adapter_rank"),
+        ({"rank_pattern": {"q_proj": "2"}}, "rank_pattern"),
+        ({"rank_pattern": [2]}, "rank_pattern: is no object"),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, r"alpha_pattern\['q_proj'\]: is inf"),
+        ({"alpha_pattern": {"q_proj(": 1}}, r"alpha_pattern\['q_proj\('\]: missing \)"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ],
 )

@@ -1,6 +1,8 @@
 """Adapters on the real model: log-probs equal torch's with merged weights, and what is refused."""
 
 import asyncio
+import json
+import warnings
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -186,6 +188,85 @@ async def test_an_adapter_that_does_not_fit_is_refused_by_its_part_and_nothing_c
     assert revisions((await engine.info()).adapters) == before
     check(engine, await generate(engine, 0), 0, None)
     check(engine, await generate(engine, 3), 3, kept)
+
+
+def saved(folder: Path, model: Path, seed: int, dtype: Any, **config: Any) -> Any:
+    """Writes an adapter with PEFT. Returns PEFT's model, whose matrices are random."""
+    from peft import LoraConfig, get_peft_model
+
+    given = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], **config}
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PEFT, on layers that are tied or have no bias
+        network = get_peft_model(models.load_network(model), LoraConfig("CAUSAL_LM", **given))
+        for one in network.parameters():
+            if one.requires_grad:
+                one.data = (torch.randn(one.shape) * 0.2).to(dtype)
+        network.save_pretrained(folder)
+    return network
+
+
+async def load_saved(engine: Engine, version: int, folder: Path) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    data = (folder / "adapter_model.safetensors").read_bytes()
+    await engine.load_adapter("math", version, data, config)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [
+        ("bfloat16", {}),
+        ("float16", {"use_rslora": True, "target_modules": "all-linear"}),
+        ("float32", {"target_modules": r".*\.1\..*(k|up)_proj", "init_lora_weights": "gaussian"}),
+        (
+            "float32",
+            {
+                "rank_pattern": {"q_proj": 1, "layers.1.mlp.down_proj": 4},
+                "alpha_pattern": {"v_proj": 9, r"layers\.0\.mlp\..*": 1.5},
+            },
+        ),
+        (
+            "float32",
+            {"use_rslora": True, "rank_pattern": {"v_proj": 4}, "layers_to_transform": [1]},
+        ),
+    ],
+    ids=["bfloat16", "rsLoRA of all linear layers", "expression", "patterns", "one layer"],
+)
+async def test_an_adapter_that_peft_saved_samples_as_pefts_own_model(
+    engine: Engine, tmp_path: Path, dtype: str, config: dict[str, Any]
+) -> None:
+    await engine.unload_adapter("math")
+    network = saved(tmp_path, engine.weights, 5, getattr(torch, dtype), **config)
+    await load_saved(engine, 1, tmp_path)
+    result = await generate(engine, 1)
+    with torch.no_grad():
+        ids = torch.tensor([[*PROMPT.tolist(), *result.ids]])
+        rows = torch.log_softmax(network.double()(ids).logits[0], -1)[len(PROMPT) - 1 : -1]
+    found = rows[torch.arange(len(result.ids)), result.ids].numpy()
+    assert np.abs(found - result.logprobs).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"target_modules": ["embed_tokens", "q_proj"]}, "no module 'embed_tokens'"),
+        ({"target_modules": r".*(embed_tokens|q_proj)"}, "embed_tokens.*is no matrix"),
+        ({"target_modules": ["lm_head"]}, "no module 'lm_head'"),
+        ({"alora_invocation_tokens": [1, 2]}, "aLoRA"),
+    ],
+    ids=str,
+)
+async def test_an_adapter_that_peft_saved_with_more_than_matrices_of_linear_layers_is_refused(
+    engine: Engine, tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    saved(tmp_path, engine.weights, 5, torch.float32, **config)
+    with pytest.raises((InvalidFieldError, InvalidWeightsError), match=said):
+        await load_saved(engine, 50, tmp_path)
 
 
 async def test_weights_are_replaced_while_no_adapter_is_loaded(

@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import math
+import re
 import shutil
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
@@ -31,9 +32,9 @@ from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _log = logging.getLogger(__name__)
 _CONFIG = "header.config_json"
-_RETRY_MS = 1_000
-_UNSUPPORTED = ("rank_pattern", "alpha_pattern", "modules_to_save", "use_dora", "lora_bias")
-"""Fields of PEFT's config that change the meaning of the matrices, and must be empty or false."""
+_RETRY_MS, _SHOWN = 1_000, 100
+_UNSUPPORTED = ("modules_to_save", "use_dora", "lora_bias", "trainable_token_indices")
+"""Fields of PEFT's config that train more than the matrices, and must be empty or false."""
 Revision: TypeAlias = tuple[str, int]
 """Name and version."""
 
@@ -63,14 +64,16 @@ def read_config(text: str, max_rank: int) -> dict[str, Any]:
     alpha: Any = config.get("lora_alpha")
     if config.get("peft_type") != "LORA":
         raise InvalidFieldError(_CONFIG, f"peft_type: is {config.get('peft_type')!r}; give 'LORA'")
-    if type(rank) is not int or not 0 < rank <= max_rank:
-        raise InvalidFieldError(
-            _CONFIG,
-            f"r: is {rank!r}; give 1 to {max_rank}, or start the engine with a higher "
-            "max_adapter_rank",
-        )
-    if type(alpha) not in {int, float} or not math.isfinite(alpha):
-        raise InvalidFieldError(_CONFIG, f"lora_alpha: is {alpha!r}; give a number")
+    for name, one in {"r": rank, **_pattern(config, "rank_pattern")}.items():
+        if type(one) is not int or not 0 < one <= max_rank:
+            raise InvalidFieldError(
+                _CONFIG,
+                f"{name:.{_SHOWN}}: is {one!r}; give 1 to {max_rank}, or start the engine with a "
+                "higher max_adapter_rank",
+            )
+    for name, one in {"lora_alpha": alpha, **_pattern(config, "alpha_pattern")}.items():
+        if type(one) not in {int, float} or not math.isfinite(one):
+            raise InvalidFieldError(_CONFIG, f"{name:.{_SHOWN}}: is {one!r}; give a number")
     if config.get("bias", "none") != "none":
         raise InvalidFieldError(_CONFIG, f"bias: is {config['bias']!r}; give 'none'")
     names = isinstance(targets, list) and all(isinstance(one, str) and one for one in targets)
@@ -78,8 +81,21 @@ def read_config(text: str, max_rank: int) -> dict[str, Any]:
         raise InvalidFieldError(_CONFIG, f"target_modules: is {targets!r}; give names of modules")
     for name in _UNSUPPORTED:
         if config.get(name):
-            raise InvalidFieldError(_CONFIG, f"{name}: is not supported; leave it out")
+            raise InvalidFieldError(_CONFIG, f"{name}: is not supported; train without it")
     return config
+
+
+def _pattern(config: dict[str, Any], field: str) -> dict[str, Any]:
+    """Returns the values that modules have of their own, by the field and the module's pattern."""
+    pattern = config.get(field) or {}
+    if not isinstance(pattern, dict):
+        raise InvalidFieldError(_CONFIG, f"{field}: is no object; give values by module")
+    for key in pattern:
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise InvalidFieldError(_CONFIG, f"{field}[{key!r:.{_SHOWN}}]: {error}") from error
+    return {f"{field}[{key!r}]": value for key, value in pattern.items()}
 
 
 @dataclass(slots=True, eq=False)

@@ -58,7 +58,8 @@ class AdapterChecks:
             InvalidWeightsError: A tensor does not fit the model.
         """
         try:
-            PEFTHelper.from_dict(dict(adapter.config)).validate_legal(self._config)
+            helper = PEFTHelper.from_dict(dict(adapter.config))
+            helper.validate_legal(self._config)
         except (ValueError, TypeError) as error:
             raise InvalidFieldError(_CONFIG, str(error)) from error
         targets = adapter.config["target_modules"]
@@ -69,11 +70,11 @@ class AdapterChecks:
                 )
         try:
             with safetensors.safe_open(adapter.file, framework="pt") as file:
-                self._check_tensors(file, targets, adapter.config["r"])
+                self._check_tensors(file, targets, helper)
         except (safetensors.SafetensorError, OSError) as error:
             raise InvalidWeightsError("safetensors_chunk", f"cannot be read: {error}") from error
 
-    def _check_tensors(self, file: Any, targets: Any, rank: int) -> None:
+    def _check_tensors(self, file: Any, targets: Any, helper: PEFTHelper) -> None:
         names = set(file.keys())
         if not names:
             raise InvalidWeightsError("safetensors_chunk", "has no tensors")
@@ -81,13 +82,18 @@ class AdapterChecks:
             module = name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
             shape = self._modules.get(module)
             if shape is None or name not in {f"{_PREFIX}{module}{one}" for one in (_A, _B)}:
-                raise InvalidWeightsError(name, "is no matrix A or B of a module of the model")
+                raise InvalidWeightsError(
+                    name,
+                    "is no matrix A or B of a module of the model; give what PEFT's "
+                    "get_peft_model_state_dict returns, of linear layers",
+                )
             if isinstance(targets, list) and not any(_is_of(module, one) for one in targets):
                 raise InvalidWeightsError(name, "is of no module in target_modules")
             is_a = name.endswith(_A)
             other = f"{_PREFIX}{module}{_B if is_a else _A}"
             if other not in names:
                 raise InvalidWeightsError(other, "is missing")
+            rank, _ = helper.get_rank_and_scaling(module)
             wanted = [rank, shape[1]] if is_a else [shape[0], rank]
             tensor = file.get_tensor(name)
             if list(tensor.shape) != wanted:
