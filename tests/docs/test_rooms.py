@@ -6,14 +6,14 @@ from tests.paths import ROOT
 
 CEILINGS = {
     "services/runtime/rollmesh/runtime": (9_938, 57),
-    "services/runtime/rollmesh/mesh": (4_688, 11),
+    "services/runtime/rollmesh/mesh": (4_696, 11),
     "services/gateway/rollmesh/chat": (8_236, 40),
     "services/gateway/rollmesh/gateway": (10_975, 28),
     "services/engine/rollmesh/engine": (7_985, 32),
     "services/router/rollmesh/router": (4_762, 17),
     "services/collector/rollmesh/collector": (5_463, 14),
     "services/collector/rollmesh/scorer": (363, 6),
-    "clients/rollmesh/sidecar": (5_865, 17),
+    "clients/rollmesh/sidecar": (5_873, 17),
     "clients/rollmesh/client": (7_384, 24),
     "clients/rollmesh/record": (3_341, 13),
     "clients/rollmesh/batches": (1_092, 6),

@@ -22,7 +22,10 @@ from openai import APIConnectionError, APIStatusError
 
 from rollmesh.chat import Tokenizer
 from rollmesh.client import Client, Session
+from rollmesh.internal.v1 import tunnels_pb2
 from rollmesh.mesh.tunnels import DialOut
+from rollmesh.runtime.errors import RemoteError
+from rollmesh.sidecar import relay
 from tests.faults.proxy import Proxy, proxy_to
 from tests.fleets import gateway_fleet
 from tests.locks import Locks
@@ -453,6 +456,44 @@ async def test_only_sidecars_with_a_token_may_dial_and_agents_see_the_certificat
                     assert answer.status == status
                     body = await answer.json()
             assert body["choices"][0]["message"]["content"] == REPLY
+
+
+async def test_an_agent_is_refused_when_a_call_ends_before_the_relay_has_answered_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers: asyncio.Queue[tunnels_pb2.AttachResponse] = asyncio.Queue()
+    leaves = asyncio.Event()
+
+    class Taken:
+        async def write(self, answer: tunnels_pb2.AttachResponse) -> None:
+            answers.put_nowait(answer)
+
+    class Lost:
+        async def write(self, _answer: tunnels_pb2.AttachResponse) -> None:
+            raise ConnectionResetError
+
+    async def messages(tunnel: str = "") -> AsyncIterator[tunnels_pb2.AttachRequest]:
+        yield tunnels_pb2.AttachRequest(caller_id="far", tunnel=tunnel)
+        await leaves.wait()
+
+    taken: Any = Taken()
+    lost: Any = Lost()
+    service = relay.RelayService(relay.RelayConfig(http_port=0))
+    async with asyncio.timeout(60), service.running(""), aiohttp.ClientSession() as http:
+        port = json.loads(capsys.readouterr().out.removeprefix("HTTP "))["port"]
+        calling = asyncio.ensure_future(service.Attach(messages(), taken))
+        tunnel = (await answers.get()).tunnel
+        asking = asyncio.ensure_future(http.get(f"http://127.0.0.1:{port}/v1/models"))
+        while not (await answers.get()).frame.data:
+            pass
+        leaves.set()
+        with pytest.raises(RemoteError):
+            await calling
+        monkeypatch.setattr(relay, "RESUME_S", 0.0)
+        with pytest.raises(ConnectionResetError):
+            await service.Attach(messages(tunnel), lost)
+        async with await asking as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (503, "no_sidecar")
 
 
 @asynccontextmanager

@@ -84,9 +84,10 @@ class Places:
             address: The client, from `address_of`.
         """
         if self.taken >= self._most:
-            return f"the sidecar already has {self._most} connections"
+            return f"the server already has {self._most} connections (max_connections)"
         if self._taken[address] >= self._most_per_address:
-            return f"your address already has {self._most_per_address} connections"
+            most = self._most_per_address
+            return f"your address already has {most} connections (max_connections_per_address)"
         self.taken += 1
         self._taken[address] += 1
         return ""

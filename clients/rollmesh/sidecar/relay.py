@@ -19,7 +19,7 @@ import httptools
 from starlette.types import Message, Receive, Scope, Send
 
 from rollmesh.internal.v1 import tunnels_pb2, tunnels_pb2_grpc
-from rollmesh.mesh.tunnels import RESUME_S, Connection, Tunnel, answers_of
+from rollmesh.mesh.tunnels import MOST_CONNECTIONS, RESUME_S, Connection, Tunnel, answers_of
 from rollmesh.runtime.config import Bounds
 from rollmesh.runtime.errors import (
     NoSidecarError,
@@ -72,6 +72,11 @@ class _Place:
     def is_up(self) -> bool:
         """Whether a call carries its connections, or is about to."""
         return self.tunnel.calling.locked()
+
+    def resumable(self) -> None:
+        """Waits for a call, for a while."""
+        loop = asyncio.get_running_loop()
+        self.timer = loop.call_later(RESUME_S, self.is_over.set)
 
 
 class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
@@ -144,6 +149,7 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
                 place.is_over.set()
             place = self._places[first.caller_id] = _Place(Tunnel())
             place.tunnel.name = uuid.uuid4().hex
+            place.resumable()
             kept = asyncio.Event()
             self._tasks.create_task(self._keep(first.caller_id, place, kept))
             await kept.wait()
@@ -151,13 +157,13 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
         async with tunnel.calling:
             if place.timer is not None:
                 place.timer.cancel()
-            await context.write(tunnels_pb2.AttachResponse(tunnel=tunnel.name, held=tunnel.held()))
-            self._changed.set()
             try:
+                now = tunnels_pb2.AttachResponse(tunnel=tunnel.name, held=tunnel.held())
+                await context.write(now)
+                self._changed.set()
                 await tunnel.run(answers_of(context), request_iterator, held)
             finally:
-                loop = asyncio.get_running_loop()
-                place.timer = loop.call_later(RESUME_S, place.is_over.set)
+                place.resumable()
 
     async def _keep(self, sidecar: str, place: _Place, kept: asyncio.Event) -> None:
         """Keeps the connections of a tunnel until nobody has resumed it for long."""
@@ -202,7 +208,8 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
         connection = tunnel.open()
         if connection is None:
             raise OverloadedError(
-                "the relay's sidecars have too many requests; try again, or start more of them",
+                f"each sidecar of the relay has {MOST_CONNECTIONS} requests; try again, or start "
+                "more sidecars",
                 retry_delay_ms=_RETRY_MS,
             )
         return tunnel, connection

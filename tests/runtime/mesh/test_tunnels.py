@@ -1,14 +1,20 @@
 """A tunnel whose call is cut at the worst moments, without a network between its ends."""
 
 import asyncio
+import random
 import socket
+from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 import uvloop
 
 from rollmesh.internal.v1 import tunnels_pb2
+from rollmesh.mesh import tunnels
 from rollmesh.mesh.tunnels import Tunnel
 from tests.waiting import until
 
@@ -16,12 +22,44 @@ WINDOW = 1024 * 1024
 DATA = bytes(range(251)) * 16_000  # about 4 MB, without a period of a chunk
 
 
+NEVER = 1_000_000
+
+
+class Link:
+    """What a call goes over. It loses all messages about connections after some of each end."""
+
+    def __init__(self, *most: int) -> None:
+        self.left = list(most)  # of the near end, and of the far one
+        self.is_lossy = asyncio.Event()
+        self.is_waiting = asyncio.Event()
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+
+    def to(self, end: int, queue: asyncio.Queue[tunnels_pb2.TunnelFrame]) -> Any:
+        async def write(frame: tunnels_pb2.TunnelFrame) -> None:
+            if not self.is_open.is_set():
+                self.is_waiting.set()
+            await self.is_open.wait()
+            self.left[end] -= frame.connection > 0
+            if frame.connection and self.left[end] < 0:
+                self.is_lossy.set()
+            else:
+                queue.put_nowait(frame)
+                await asyncio.sleep(0)  # others take turns
+
+        return write
+
+
 @asynccontextmanager
 async def call(
-    near: Tunnel, far: Tunnel, held: tuple[Any, Any] = ((), ())
+    near: Tunnel,
+    far: Tunnel,
+    held: tuple[Any, Any] = ((), ()),
+    link: Link | None = None,
 ) -> AsyncIterator[dict[str, int]]:
     """Carries a tunnel over a call, whose ends hold `held`. Yields the bytes that came far."""
     came = {"far": 0}
+    link = link or Link(NEVER, NEVER)
 
     async def messages(of: asyncio.Queue[tunnels_pb2.TunnelFrame]) -> AsyncIterator[Any]:
         while True:
@@ -32,8 +70,8 @@ async def call(
     outward: asyncio.Queue[tunnels_pb2.TunnelFrame] = asyncio.Queue()
     inward: asyncio.Queue[tunnels_pb2.TunnelFrame] = asyncio.Queue()
     tasks = [
-        asyncio.ensure_future(near.run(outward.put, messages(inward), held[1])),
-        asyncio.ensure_future(far.run(inward.put, messages(outward), held[0])),
+        asyncio.ensure_future(near.run(link.to(0, outward), messages(inward), held[1])),
+        asyncio.ensure_future(far.run(link.to(1, inward), messages(outward), held[0])),
     ]
     try:
         yield came
@@ -130,6 +168,99 @@ async def test_a_connection_of_a_forgotten_tunnel_does_not_end_its_namesake() ->
             await sending
             await near.close(second)
             assert read == DATA
+
+
+async def test_a_new_call_finds_the_lost_bytes_before_it_takes_messages() -> None:
+    async with asyncio.timeout(60), AsyncExitStack() as stack:
+        outlet = Outlet(stack)
+        near = await stack.enter_async_context(Tunnel().kept())
+        far = await stack.enter_async_context(Tunnel(outlet.connect).kept())
+        first = near.open()
+        assert first is not None
+        former, link = Link(NEVER, NEVER), Link(NEVER, NEVER)
+        async with call(near, far, link=former):
+            await first.send(b"begin")
+            await until(lambda: outlet.writers)
+            outlet.writers[0].write(DATA[: WINDOW // 2])
+            await until(lambda: first.received == WINDOW // 2)
+            former.is_open.clear()  # a message is being written when the call ends
+            outlet.writers[0].write(DATA[WINDOW // 2 : WINDOW])
+            await former.is_waiting.wait()
+        held = near.held(), far.held()
+        read = b""
+        while len(read) < WINDOW // 2:
+            read += await first.receive()
+        reading = asyncio.ensure_future(first.receive())
+        second = near.open()
+        assert second is not None
+        await second.send(b"a request")
+        async with call(near, far, held, link):
+            await until(lambda: link.left[0] <= NEVER - 2)
+            former.is_open.set()
+            read += await reading
+            while len(read) < WINDOW:
+                read += await first.receive()
+            await until(lambda: len(outlet.readers) == 2)
+            assert await outlet.readers[1].readexactly(9) == b"a request"
+            outlet.writers[1].write(b"an answer")
+            assert await second.receive() == b"an answer"
+        assert read == DATA[:WINDOW]
+
+
+def no_connections(*ends: Tunnel) -> bool:
+    return not any(len(one) for one in ends)
+
+
+async def test_calls_cut_after_any_message_lose_and_double_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tunnels, "_CHUNK_BYTES", 7)
+    monkeypatch.setattr(tunnels, "_WINDOW_BYTES", 40)
+    request, answer, served = b"", b"", []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(await reader.readexactly(len(request)))
+        writer.write(answer)
+        writer.close()
+
+    async def ask(near: Tunnel, turns: int) -> bytes:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        connection = near.open()
+        assert connection is not None
+        await connection.send(request)
+        got = b""
+        while len(got) < len(answer) and (part := await connection.receive()):
+            got += part
+        await near.close(connection)
+        return got
+
+    path = str(tmp_path / "socket")
+    async with asyncio.timeout(240), await asyncio.start_unix_server(serve, path):
+        for seed in range(200):
+            chance = random.Random(seed)
+            request, answer = (chance.randbytes(chance.choice((1, 9, 100))) for _ in range(2))
+            served.clear()
+            async with AsyncExitStack() as stack:
+                near = await stack.enter_async_context(Tunnel().kept())
+                connect = partial(asyncio.open_unix_connection, path)
+                far = await stack.enter_async_context(Tunnel(connect).kept())
+                asking = asyncio.gather(*(ask(near, chance.randrange(99)) for _ in range(3)))
+                held: tuple[Any, Any] = ((), ())
+                for _ in range(chance.randrange(1, 5)):
+                    link = Link(chance.randrange(40), chance.randrange(40))
+                    async with call(near, far, held, link):
+                        is_lossy = asyncio.ensure_future(link.is_lossy.wait())
+                        either: list[asyncio.Future[Any]] = [asking, is_lossy]
+                        await asyncio.wait(either, return_when=FIRST_COMPLETED)
+                        is_lossy.cancel()
+                        for _ in range(chance.randrange(30)):
+                            await asyncio.sleep(0)
+                    held = near.held(), far.held()
+                async with call(near, far, held):
+                    assert await asking == [answer] * 3, seed
+                    assert served == [request] * 3, seed
+                    await until(partial(no_connections, near, far))
 
 
 def test_a_server_that_has_closed_a_connection_ends_that_one_alone() -> None:

@@ -62,7 +62,8 @@ _CHUNK_BYTES = 16 * 1024
 """Largest part of a connection. The parts of several take turns."""
 _WINDOW_BYTES = 1024 * 1024
 """Bytes of a connection that its receiver holds at most, in each direction."""
-_MOST_CONNECTIONS = 1024
+MOST_CONNECTIONS = 1024
+"""Connections that a tunnel has at most."""
 _BEAT_S = 2.0
 _LAST_WRITE_S = 1.0
 SILENCE_S = 10.0
@@ -154,7 +155,8 @@ class Connection:
         if self.consumed:
             self.told = self.consumed
             yield tunnels_pb2.TunnelFrame(connection=self.number, consumed=self.consumed)
-        lost = bytes(self.kept[max(held.received - held.consumed, 0) :])
+        first = self.sent - len(self.kept)  # of the kept ones: more may have been passed on since
+        lost = bytes(self.kept[max(held.received - first, 0) :])
         for at in range(0, len(lost), _CHUNK_BYTES):
             part = lost[at : at + _CHUNK_BYTES]
             yield tunnels_pb2.TunnelFrame(connection=self.number, data=part)
@@ -247,7 +249,9 @@ class Tunnel:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._speak(write, list(held)))
+                resumed = asyncio.Event()
+                tasks.create_task(self._speak(write, list(held), resumed))
+                await resumed.wait()
                 await self._read(messages)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -262,7 +266,7 @@ class Tunnel:
 
     def open(self) -> Connection | None:
         """Opens a connection to the other end. Returns None if it has as many as it may have."""
-        if not self._is_kept or len(self._connections) >= _MOST_CONNECTIONS:
+        if not self._is_kept or len(self._connections) >= MOST_CONNECTIONS:
             return None
         connection = Connection(self, next(self._numbers))
         self._connections[connection.number] = connection
@@ -282,7 +286,6 @@ class Tunnel:
 
     async def close(self, connection: Connection) -> None:
         """Ends a connection. Its bytes still arrive."""
-        connection.is_ended = True
         await self.send(connection, end=True)
         if connection.is_peer_ended and self._connections.get(connection.number) is connection:
             del self._connections[connection.number]
@@ -312,6 +315,8 @@ class Tunnel:
                 connection.sent += len(data)
                 if len(connection.kept) >= _WINDOW_BYTES:
                     connection.has_room.clear()
+            if connection is not None and end:  # no earlier: the other end's would remove it
+                connection.is_ended = True
             if self._write is None:
                 return
             writing = asyncio.get_running_loop().create_task(_sent(self._write, frame))
@@ -348,9 +353,9 @@ class Tunnel:
         number = frame.connection
         connection = self._connections.get(number)
         if connection is None and self._connect is not None and number > self._last:
-            if len(self._connections) >= _MOST_CONNECTIONS:
+            if len(self._connections) >= MOST_CONNECTIONS:
                 raise InvalidFieldError(
-                    "connection", f"is one more than {_MOST_CONNECTIONS} at the same time"
+                    "connection", f"is one more than {MOST_CONNECTIONS} at the same time"
                 )
             self._last = number
             connection = self._connections[number] = Connection(self, number)
@@ -385,11 +390,15 @@ class Tunnel:
         task.add_done_callback(self._carrying.discard)
         return task
 
-    async def _speak(self, write: _Write, held: Sequence[tunnels_pb2.TunnelHeld]) -> None:
+    async def _speak(
+        self, write: _Write, held: Sequence[tunnels_pb2.TunnelHeld], resumed: asyncio.Event
+    ) -> None:
         """Sends the lost bytes of a former call again, then something every 2 s."""
         async with self._writing:
             self._write = write
-            for frame in self._lost({one.connection: one for one in held}):
+            lost = self._lost({one.connection: one for one in held})
+            resumed.set()  # no earlier: `held` is older than the messages of this call
+            for frame in lost:
                 await _sent(write, frame)
         while True:
             await self.send(None)
@@ -400,13 +409,12 @@ class Tunnel:
         frames = [
             tunnels_pb2.TunnelFrame(connection=number, end=True)
             for number in held.keys() - self._connections.keys()
+            if self._connect is None or number <= self._last  # its first bytes may still arrive
         ]
-        for number, connection in list(self._connections.items()):
+        for number, connection in self._connections.items():
             is_new = self._connect is None and len(connection.kept) == connection.sent
             if number in held or is_new:
                 frames += connection.again(held.get(number) or tunnels_pb2.TunnelHeld())
-            elif connection.is_ended:  # so has the other end
-                del self._connections[number]
             else:
                 connection.end()
         return frames
