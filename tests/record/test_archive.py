@@ -3,11 +3,13 @@
 import asyncio
 import json
 import random
+import resource
+import sqlite3
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -306,6 +308,31 @@ async def test_an_archive_survives_a_full_disk_by_ending(
     async with archive(tmp_path, collector) as process:
         await settled(stub, 1)
     assert recorded(tmp_path) == Counter("a")
+
+
+@pytest.mark.parametrize("what", ["a table", "the index"])
+async def test_a_batch_that_cannot_be_written_whole_ends_the_archive_and_loses_nothing(
+    tmp_path: Path, collector: str, stub: Any, what: str
+) -> None:
+    async with archive(tmp_path, collector) as process:
+        await process.wait_line("READY")
+        with closing(sqlite3.connect(tmp_path / "record" / "_index.sqlite")) as index:
+            if what == "the index":
+                index.execute("BEGIN IMMEDIATE")  # nobody else can write it
+            else:
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (4096, 4096))
+            await ingest_all(stub, "a")
+            assert await process.exit_code() == 1
+    log = (tmp_path / "record.archive.log").read_text()
+    assert f"rollmesh archive: {tmp_path / 'record'}: " in log
+    assert "Traceback" not in log
+    assert (await standing(stub)).acknowledged == 0
+    assert recorded(tmp_path) == (Counter("a") if what == "the index" else Counter())
+    async with archive(tmp_path, collector) as process:
+        await settled(stub, 1)
+        assert await process.terminate() == 0
+    assert recorded(tmp_path) == Counter("a")
+    assert not list((tmp_path / "record" / "_writing").glob("*"))
 
 
 async def test_many_sessions_make_files_of_bounded_size(

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import sqlite3
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -116,7 +117,7 @@ async def _archive(options: argparse.Namespace) -> list[str]:
                         await _read_changes(writer, client, options, stop)
                     if batch or not writer.is_empty:
                         await _keep(writer, deliveries, batch, stop)
-            except OSError as error:  # nothing of the batch was acknowledged
+            except (OSError, sqlite3.Error) as error:  # nothing of the batch was acknowledged
                 return [f"{options.to}: {error}"]
     return []
 
@@ -187,6 +188,7 @@ async def _keep(
 
     Raises:
         OSError: It cannot be written.
+        sqlite3.Error: The index cannot be written.
         InvalidFieldError: Too many sessions cannot be converted.
     """
     begun_ms, sessions, size = clock.monotonic_ms(), writer.sessions, writer.bytes

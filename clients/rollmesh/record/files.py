@@ -269,6 +269,9 @@ class Writer:
 
         Returns:
             The number of sessions that were new, and the files of the batch as paths in the folder.
+
+        Raises:
+            sqlite3.Error: The index cannot be written. The next writer makes it of the files.
         """
         files = [f"{table}/date={day}/{self._name}" for table, day in self._rows]
         self._remember([one for one in files if one.startswith(COMMITS)], self._records)
@@ -290,9 +293,9 @@ class Writer:
             self.set_aside()
             self.publish(PARTS)
             self.publish(COMMITS)
-        except OSError as error:
+            return self.finish()[1]
+        except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"to: {self.folder}: {error}") from error
-        return self.finish()[1]
 
     def _unnamed(self, table: str, day: str) -> Path:
         return self.folder / _WRITING / f"{table}-{day}-{self._name}"
