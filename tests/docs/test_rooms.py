@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_938, 57),
+    "services/runtime/rollmesh/runtime": (9_942, 57),
     "services/runtime/rollmesh/mesh": (4_696, 11),
     "services/gateway/rollmesh/chat": (8_236, 40),
     "services/gateway/rollmesh/gateway": (10_975, 28),
@@ -15,7 +15,7 @@ CEILINGS = {
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_873, 17),
     "clients/rollmesh/client": (7_384, 24),
-    "clients/rollmesh/record": (3_341, 13),
+    "clients/rollmesh/record": (3_351, 13),
     "clients/rollmesh/batches": (1_092, 6),
     "clients/rollmesh/integrations": (4_658, 23),
     "clients/rollmesh/launch": (603, 4),

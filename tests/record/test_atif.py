@@ -162,6 +162,35 @@ async def test_sub_agents_are_embedded_and_compactions_continue(mesh: Mesh, tmp_
     assert "is_copied_context" not in compacted["steps"][-1]
 
 
+async def test_a_sub_agent_of_a_sub_agent_is_embedded_in_it(mesh: Mesh, tmp_path: Path) -> None:
+    """The inner one ends before the outer one, and edges in a circle embed each once."""
+    async with mesh.client() as client, client.session() as session:
+        agent = Agent(mesh, session)
+        messages: list[Any] = [user("delegate")]
+        messages.append(await agent.ask("m1", messages))
+        outer: list[Any] = [{"role": "system", "content": "You help."}, user("delegate")]
+        outer.append(await agent.ask("a1", outer))
+        inner = [{"role": "system", "content": "You look."}, user("sub task")]
+        await agent.ask("b1", inner)
+        await agent.ask("a2", [*outer, user("go on")])
+        await agent.ask("m2", [*messages, user("go on")])
+        edges = [("m1", "a1"), ("a1", "b1"), ("b1", "a2")]
+        declared = [(source, target, "subagent_call") for source, target in edges]
+        await client.declare_lineage(session, declared)
+    (main,) = written(await stored(mesh, session), tmp_path)
+    (outer_document,) = main["subagent_trajectories"]
+    (inner_document,) = outer_document["subagent_trajectories"]
+    assert inner_document["steps"][-1]["message"] == "The sub-agent's answer."
+    for document, called in ((main, outer_document), (outer_document, inner_document)):
+        (result,) = [
+            one
+            for step in document["steps"]
+            for one in step.get("observation", {}).get("results", ())
+        ]
+        (reference,) = result["subagent_trajectory_ref"]
+        assert reference["trajectory_id"] == called["trajectory_id"]
+
+
 def told(one: session_pb2.SessionRecord, *nodes: list[Any]) -> session_pb2.SessionRecord:
     """The session with messages of its nodes, each after the one before."""
     for number, messages in enumerate(nodes, 1):
@@ -169,6 +198,35 @@ def told(one: session_pb2.SessionRecord, *nodes: list[Any]) -> session_pb2.Sessi
         one.messages.add(node_id=number, parent_node_id=number - 1, data=data, data_bytes=len(data))
     one.trajectories[0].leaf_node_id = len(nodes)
     one.trajectories[0].trajectory_id = f"{one.session_id}-{len(nodes)}"
+    return one
+
+
+STRANGE = [
+    r'{"at": "\ud83d"}',
+    '{"at": NaN}',
+    '{"at": 1e999}',
+    '{"at": ' + "[" * 2000 + "]" * 2000 + "}",
+    "[1]",
+    r'{"at": "\u0000é"}',
+]
+"""Arguments of calls as models write them. Only the last ones are an object everywhere."""
+
+
+def strange() -> session_pb2.SessionRecord:
+    """A session of a turn with such calls, and a tool with half an emoji."""
+    calls = [
+        {"id": f"c{at}", "type": "function", "function": {"name": "look", "arguments": text}}
+        for at, text in enumerate(STRANGE)
+    ]
+    one = told(
+        record("strange"),
+        [user("A\0.")],
+        [{"role": "assistant", "content": "", "tool_calls": calls}],
+    )
+    tool = r'{"type": "function", "function": {"name": "look", "description": "half \ud83d"}}'
+    one.contexts.add(data=f'{{"tools": [{tool}]}}'.encode())
+    for node in one.messages:
+        node.context_index = 0
     return one
 
 
@@ -191,6 +249,16 @@ async def test_images_are_files_and_malformed_arguments_are_extra(tmp_path: Path
     assert called["tool_calls"][0]["arguments"] == {}
     assert called["extra"]["rollmesh"]["malformed_calls"] == {"call-1": '{"at": '}
     assert (called["reasoning_content"], called["llm_call_count"]) == ("Hm.", 1)
+
+
+async def test_arguments_that_not_every_reader_takes_stay_text(tmp_path: Path) -> None:
+    (document,) = written(strange(), tmp_path)
+    called = document["steps"][-1]
+    assert [call["arguments"] for call in called["tool_calls"]] == [{}] * 5 + [{"at": "\0é"}]
+    malformed = called["extra"]["rollmesh"]["malformed_calls"]
+    assert list(malformed.values()) == STRANGE[:5]
+    (tool,) = document["agent"]["tool_definitions"]
+    assert tool["function"]["description"] == "half ?"
 
 
 async def test_a_session_of_text_has_steps_without_tokens(tmp_path: Path) -> None:

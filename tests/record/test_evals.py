@@ -11,7 +11,7 @@ from rollmesh.record.evals import write_log
 from rollmesh.v1 import session_pb2
 from tests.collector.records import record, tree_record, with_images
 from tests.record.readers import read_by
-from tests.record.test_atif import told, user
+from tests.record.test_atif import STRANGE, strange, told, user
 
 _READ = """
 import json
@@ -19,7 +19,7 @@ from inspect_ai.log import read_eval_log
 log = read_eval_log("log.json")
 header = read_eval_log("log.json", header_only=True)
 assert header.eval.task == log.eval.task
-assert header.results.total_samples == log.results.total_samples == 2
+assert header.results.total_samples == log.results.total_samples == 3
 print(json.dumps({
     "task": log.eval.task,
     "mean": log.results.scores[0].metrics["mean"].value,
@@ -52,13 +52,15 @@ def spoken() -> session_pb2.SessionRecord:
 async def test_inspect_reads_sessions_as_samples(tmp_path: Path) -> None:
     plain = told(record("plain"), [user("Hi")], [{"role": "assistant", "content": "One."}])
     plain.reward, plain.outcome = 1.0, session_pb2.SESSION_OUTCOME_FAILED
-    done = await write_log(
-        given(tree_record("no messages"), spoken(), plain), tmp_path / "log.json"
-    )
-    assert done == (3, 2, 1)
+    records = tree_record("no messages"), spoken(), plain, strange()
+    done = await write_log(given(*records), tmp_path / "log.json")
+    assert done == (4, 3, 1)
     log = json.loads(read_by(_READ, tmp_path))
-    assert (log["task"], log["mean"]) == ("run", 0.75)
-    first, second = log["samples"]
+    assert (log["task"], log["mean"]) == ("run", 0.5)
+    first, second, third = log["samples"]
+    *broken, whole = third["messages"][1]["tool_calls"]
+    assert [one["parse_error"] for one in broken] == [f"no object: {one}" for one in STRANGE[:-1]]
+    assert whole["arguments"] == {"at": "\0é"}
     assert [(one["id"], one["epoch"], one["uuid"]) for one in (first, second)] == [
         ("g", 2, "spoken"), ("plain", 1, "plain"),
     ]  # fmt: skip

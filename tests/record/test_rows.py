@@ -24,6 +24,7 @@ from tests.collector.records import (
     with_messages,
 )
 from tests.processes import ServiceProcess, run_to_its_code, running
+from tests.record.test_atif import STRANGE, strange
 
 
 @pytest.fixture
@@ -149,6 +150,22 @@ def test_a_tree_has_a_row_of_messages_for_each_leaf() -> None:
     assert [one["content"] for one in second["messages"]] == ["x", "y"]
     assert (first["input_ids"], first["assistant_masks"]) == ([0, 1, 2, 3], [0, 0, 0, 1])
     assert (second["input_ids"], second["assistant_masks"]) == ([0, 1, 4, 5], [0, 0, 0, 1])
+
+
+async def test_datasets_reads_messages_whose_calls_no_json_has(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    async def given() -> AsyncIterator[session_pb2.SessionRecord]:
+        yield strange()
+        yield with_messages(record("a"))
+
+    path = tmp_path / "sft.jsonl"
+    assert await write_rows(given(), path, sft=True) == (2, 2, 0)
+    read = datasets.load_dataset(
+        "json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    calls = read[0]["messages"][1]["tool_calls"]
+    assert [one["function"]["arguments"] for one in calls] == [*STRANGE[:-1], {"at": "\0é"}]
 
 
 async def sessions() -> AsyncIterator[session_pb2.SessionRecord]:

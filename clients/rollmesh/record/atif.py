@@ -16,7 +16,7 @@ from rollmesh.client import SessionResult, Trajectory
 from rollmesh.client.sessions import reason_names
 from rollmesh.record import images
 from rollmesh.record.tables import leaves_of
-from rollmesh.runtime.codec.conversations import Conversation
+from rollmesh.runtime.codec.conversations import Conversation, arguments_of
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.v1 import chat_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
@@ -59,9 +59,7 @@ def documents_of(session: SessionResult, decode: Decode | None = None) -> list[_
         for number, step in enumerate(document["steps"], 1):
             step["step_id"] = number
         document["final_metrics"] = _final(document["steps"])
-        if trajectory.lineage == "SUB_AGENT" and made:
-            _embed(session, trajectory, document, made)
-        else:
+        if trajectory.lineage != "SUB_AGENT" or not made:
             documents.append(document)
             if trajectory.lineage == "COMPACTION" and _REJECTED not in trajectory.reasons:
                 if told is not None:
@@ -70,6 +68,7 @@ def documents_of(session: SessionResult, decode: Decode | None = None) -> list[_
             elif trajectory.lineage == "MAIN":
                 told = told or document
         made.append((trajectory, document))
+    _embed(session, made)
     return documents
 
 
@@ -96,7 +95,8 @@ def write_documents(record: session_pb2.SessionRecord, to: Path, decode: Decode 
     for document in documents:
         path = to / file_of(document["trajectory_id"])
         part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(document, ensure_ascii=False, allow_nan=False))
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False)
+        part.write_text(text, "utf-8", "replace")  # tools may have half an emoji
         part.replace(path)
     return len(documents)
 
@@ -264,13 +264,10 @@ def calls_of(message: Mapping[str, Any]) -> _Json:
     for number, call in enumerate(message.get("tool_calls") or ()):
         name, text = call["function"]["name"], call["function"]["arguments"]
         id_ = call.get("id") or f"call-{number}"
-        try:
-            arguments = json.loads(text) if isinstance(text, str) else text
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            malformed[id_], arguments = text, {}
-        calls.append({"tool_call_id": id_, "function_name": name, "arguments": arguments})
+        arguments = arguments_of(text)
+        if arguments is None:
+            malformed[id_] = text
+        calls.append({"tool_call_id": id_, "function_name": name, "arguments": arguments or {}})
     parts: _Json = {"tool_calls": calls} if calls else {}
     return parts | ({"extra": {"rollmesh": {"malformed_calls": malformed}}} if malformed else {})
 
@@ -329,32 +326,42 @@ def _final(steps: Sequence[_Json]) -> _Json:
     }
 
 
-def _embed(
-    session: SessionResult,
-    trajectory: Trajectory,
-    document: _Json,
-    made: Sequence[tuple[Trajectory, _Json]],
-) -> None:
-    """Embeds a sub-agent's document in that of its caller, whose step refers to it."""
-    own = {one.node_id for one in trajectory.path.segments}
-    callers = {
-        node_id
-        for one in session.edges
-        if one.edge.type == "subagent_call" and own.intersection(one.target_node_ids)
-        for node_id in one.source_node_ids
-    }
-    parent, step = made[0][1], None
-    for _, candidate in made:
-        found = [
-            one
-            for one in candidate["steps"]
-            if "is_copied_context" not in one
-            and one.get("extra", {}).get("rollmesh", {}).get("node_id") in callers
+def _embed(session: SessionResult, made: Sequence[tuple[Trajectory, _Json]]) -> None:
+    """Embeds the documents of sub-agents in those of their callers, whose steps refer to them.
+
+    A sub-agent without a caller is embedded in the first document.
+    """
+    caller_of: dict[int, tuple[_Json, _Json]] = {}
+    for _, document in made:
+        for step in document["steps"]:
+            node_id = step.get("extra", {}).get("rollmesh", {}).get("node_id")
+            if node_id is not None and "is_copied_context" not in step:
+                caller_of.setdefault(node_id, (document, step))
+    parents: dict[str, str] = {}
+    for trajectory, document in made[1:]:
+        if trajectory.lineage != "SUB_AGENT":
+            continue
+        own = {one.node_id for one in trajectory.path.segments}
+        callers = [
+            caller_of[node_id]
+            for one in session.edges
+            if one.edge.type == "subagent_call" and own.intersection(one.target_node_ids)
+            for node_id in one.source_node_ids
+            if node_id in caller_of
         ]
-        if found:
-            parent, step = candidate, found[0]
-            break
-    parent.setdefault("subagent_trajectories", []).append(document)
-    if step is not None:
-        reference = {"subagent_trajectory_ref": [{"trajectory_id": trajectory.trajectory_id}]}
-        step.setdefault("observation", {"results": []})["results"].append(reference)
+        id_, parent = trajectory.trajectory_id, made[0][1]
+        for caller, step in callers:
+            if id_ not in _up(caller["trajectory_id"], parents):  # edges may form a circle
+                parent = caller
+                reference = {"subagent_trajectory_ref": [{"trajectory_id": id_}]}
+                step.setdefault("observation", {"results": []})["results"].append(reference)
+                break
+        parents[id_] = parent["trajectory_id"]
+        parent.setdefault("subagent_trajectories", []).append(document)
+
+
+def _up(id_: str, parents: Mapping[str, str]) -> Iterator[str]:
+    """Yields a document's id, and the ids of those that it is embedded in."""
+    yield id_
+    while id_ in parents:
+        yield (id_ := parents[id_])

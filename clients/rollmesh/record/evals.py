@@ -35,7 +35,7 @@ async def write_log(sessions: AsyncIterator[session_pb2.SessionRecord], to: Path
     """
     part = to.with_name(to.name + ".part")
     count, rewards, samples, head = 0, list[float](), 0, _Json()
-    with TemporaryFile("w+", encoding="utf-8", dir=to.parent) as body:
+    with TemporaryFile("w+", encoding="utf-8", errors="replace", dir=to.parent) as body:
         async for record in sessions:
             count += 1
             if (sample := sample_of(record)) is None:

@@ -17,7 +17,7 @@ from rollmesh.record import images
 from rollmesh.record.tables import leaves_of
 from rollmesh.runtime.codec.arrays import unpack_tokens
 from rollmesh.runtime.codec.columns import Columns
-from rollmesh.runtime.codec.conversations import conversation_of
+from rollmesh.runtime.codec.conversations import arguments_of, conversation_of
 from rollmesh.runtime.codec.enums import name_of, plain, summary_of
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.runs import run_of, version_of
@@ -206,10 +206,8 @@ def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """
     message.pop("logprobs", None)
     for call in message.get("tool_calls", ()):
-        with suppress(ValueError):
-            arguments = json.loads(call["function"]["arguments"])
-            if isinstance(arguments, dict):
-                call["function"]["arguments"] = arguments
+        if (arguments := arguments_of(call["function"]["arguments"])) is not None:
+            call["function"]["arguments"] = arguments
     return message
 
 
@@ -288,7 +286,7 @@ def _of_spans(one: _Sequence, count: int, part: Callable[[int], int]) -> list[in
 def _writer(path: Path, part: Path) -> Iterator[_Write]:
     match path.suffix:
         case ".jsonl":
-            with part.open("w", encoding="utf-8") as file:
+            with part.open("w", encoding="utf-8", errors="replace") as file:
                 yield lambda row: file.write(
                     json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n"
                 )

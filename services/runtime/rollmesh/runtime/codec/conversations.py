@@ -17,6 +17,19 @@ class Conversation(NamedTuple):
     template_options: dict[str, Any]
 
 
+def arguments_of(text: Any) -> dict[str, Any] | None:
+    """Returns the arguments of a call, if they are an object that every reader of JSON takes.
+
+    None for what a model may write instead: other text, NaN, half an emoji, or a deep nest.
+    """
+    try:
+        value = json.loads(text) if isinstance(text, str) else text
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def conversation_of(record: session_pb2.SessionRecord, leaf_node_id: int) -> Conversation | None:
     """Returns the conversation that ends at a node. None if the record lacks messages of it.
 

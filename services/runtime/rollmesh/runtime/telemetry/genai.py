@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rollmesh.runtime.codec.conversations import arguments_of
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.runs import run_of, version_of
 from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
@@ -192,7 +193,7 @@ def content(
 def message(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a message in OpenTelemetry's form, given one in OpenAI's.
 
-    A call whose arguments are no JSON keeps them as text.
+    A call whose arguments are no JSON object keeps them as text.
     """
     parts: list[dict[str, Any]] = []
     if reasoning := given.get("reasoning_content"):
@@ -211,12 +212,13 @@ def message(given: Mapping[str, Any]) -> dict[str, Any]:
                 parts.append({"type": "text", "content": text})
     for call in given.get("tool_calls") or ():
         function = call["function"]
+        arguments = arguments_of(function["arguments"])
         parts.append(
             {
                 "type": "tool_call",
                 "id": call.get("id", ""),
                 "name": function["name"],
-                "arguments": _arguments(function["arguments"]),
+                "arguments": function["arguments"] if arguments is None else arguments,
             }
         )
     return {"role": given["role"], "parts": parts}
@@ -233,19 +235,8 @@ def _written(given: Mapping[str, Any], **further: str) -> str:
     return _json({"role": given["role"], "parts": instead, **further})
 
 
-def _arguments(text: Any) -> Any:
-    try:
-        return json.loads(text, parse_constant=_refuse)
-    except (ValueError, TypeError, RecursionError):
-        return text
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)  # NaN is not JSON
-
-
 def _json(value: Any) -> str:
-    return json.dumps(value)  # in ASCII: arguments may have half an emoji, which OTLP cannot carry
+    return json.dumps(value)  # in ASCII: tools may have half an emoji, which OTLP cannot carry
 
 
 def _word(enum: Any, number: int) -> str:
