@@ -12,20 +12,21 @@ export function chart(title, series, { events = [], label = (x) => number(x) } =
   const caption = h("figcaption", {}, title, readout);
   if (!drawn.length) return h("figure", {}, caption, h("p", { class: "quiet" }, "No numbers yet."));
   const all = drawn.flatMap((one) => one.points);
-  const [x0, x1] = ends(all.map((p) => p.x)), [y0, y1] = ends(all.map((p) => p.y));
+  const xs = [...new Set(all.map((p) => p.x))].sort((a, b) => a - b), [first, end] = [xs[0], xs.at(-1)];
+  const [x0, x1] = ends(xs), [y0, y1] = ends(all.map((p) => p.y));
   const at = (x) => LEFT + ((x - x0) / (x1 - x0)) * (WIDTH - LEFT - 8);
   const up = (y) => HEIGHT - BOTTOM - ((y / 2 - y0 / 2) / (y1 / 2 - y0 / 2)) * (HEIGHT - BOTTOM - TOP);  // no sum is infinite
   const last = drawn.map((one) => `${one.name || title}: ${number(one.points.at(-1).y)}`).join(", ");
   const picture = svg("svg", {
     viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: "0",
-    "aria-label": `${title} from ${label(x0)} to ${label(x1)}. Last: ${last}. Arrow keys read points.`,
+    "aria-label": `${title} from ${label(first)} to ${label(end)}. Last: ${last}. Arrow keys read points.`,
   });
   for (const y of [y0, y0 / 2 + y1 / 2, y1]) {
     picture.append(svg("line", { class: "axis", x1: LEFT, x2: WIDTH - 8, y1: up(y), y2: up(y) }),
       svg("text", { x: LEFT - 5, y: up(y) + 4, "text-anchor": "end" }, number(y, y1 - y0 < 0.1 ? 4 : 2)));
   }
-  picture.append(svg("text", { x: LEFT, y: HEIGHT - 6 }, label(x0)),
-    svg("text", { x: WIDTH - 8, y: HEIGHT - 6, "text-anchor": "end" }, label(x1)));
+  const under = (x, anchor) => svg("text", { x: at(x), y: HEIGHT - 6, "text-anchor": anchor }, label(x));
+  picture.append(...(first === end ? [under(first, "middle")] : [under(first, "start"), under(end, "end")]));
   for (const event of events.filter((one) => one.x >= x0 && one.x <= x1)) {
     picture.append(svg("line", { class: "event", x1: at(event.x), x2: at(event.x), y1: TOP, y2: HEIGHT - BOTTOM },
       svg("title", {}, event.name)));
@@ -38,7 +39,6 @@ export function chart(title, series, { events = [], label = (x) => number(x) } =
       picture.append(svg("circle", { cx: at(one.points[0].x), cy: up(one.points[0].y), r: 3, fill: colour }));
     }
   });
-  const xs = [...new Set(all.map((p) => p.x))].sort((a, b) => a - b);
   let chosen = xs.length - 1;
   const read = () => {
     const x = xs[chosen];

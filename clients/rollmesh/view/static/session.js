@@ -60,7 +60,7 @@ function summary(found) {
       ` reward ${number(found.reward)}, ${number(found.turns)} turns, model ${found.model || "–"}`,
       ["TEXT", "LOGPROBS"].includes(found.capture) && `, recorded as ${found.capture.toLowerCase()}`,
       found.superseded && ", superseded by another attempt", found.in_flight > 0 && `, ${found.in_flight} in flight`,
-      found.closed && `, ${seconds(found.closed - found.opened)}, closed ${time(found.closed)}`, ". ",
+      found.closed > 0 && `, ${seconds(found.closed - found.opened)}, closed ${time(found.closed)}`, ". ",
       found.group_id && h("a", { href: link(["sessions"], { run_id: found.run_id, group_id: found.group_id }) }, `Group ${found.group_id}`)),
     found.origin && originView(found.origin),
     found.messages_left_out > 0 && h("p", { class: "quiet" }, `The messages of the last ${found.messages_left_out} nodes were not recorded: the session has more than the gateway keeps.`),
@@ -196,7 +196,7 @@ function whyView(node, choices) {
   ];
 }
 
-const callsOf = (node) => (node?.messages || []).flatMap((one) => one.tool_calls || []);
+const callsOf = (node) => (node?.messages || []).flatMap((one) => one.tool_calls || []).filter(Boolean);
 
 // A text of any length. What is long is folded, so that it is drawn only for who reads it.
 function textView(text) {
@@ -219,7 +219,7 @@ function messageView(message, found, after) {
     message.tool_call_id && h("p", { class: "quiet" }, `result of ${message.name || ""} ${message.tool_call_id}`),
     message.reasoning_content && h("details", {}, h("summary", {}, "Reasoning"), textView(asText(message.reasoning_content))),
     contentView(message, found),
-    (message.tool_calls || []).map((call) => h("div", { class: "call" },
+    (message.tool_calls || []).filter(Boolean).map((call) => h("div", { class: "call" },
       h("div", {}, h("strong", {}, call.function?.name), ` ${call.id || ""}`, textView(asText(call.function?.arguments ?? call))),
       resultOf(call) && h("div", {}, h("span", { class: "quiet" }, "result"), contentView(resultOf(call), found)))));
 }

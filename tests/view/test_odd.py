@@ -1,0 +1,255 @@
+"""Pages of runs and sessions that are seldom so, in a real browser."""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
+from tests.processes import running
+from tests.token_arrays import pack_tokens
+from tests.view.browser import CHROMIUM, Page, browser
+
+pytest.importorskip("pyarrow")
+from rollmesh.record.files import Writer
+from tests.collector.records import record, with_messages
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed: apt-get install chromium"),
+]
+IDS = ("a#b?c=%2F&d", "slash/ed/id", "🎉 אבג \u202e<b>", "a%zz")
+SIBLINGS = 150
+NONE = "\u2013"
+TEXT = "document.querySelector('main').textContent"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def page(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
+    folder = tmp_path_factory.mktemp("odd")
+    with Writer(folder / "record") as writer:
+        for session in sessions():
+            writer.add(session)
+        writer.commit()
+    async with (
+        running("view", folder, record=folder / "record") as process,
+        browser(f"http://127.0.0.1:{process.port}") as found,
+    ):
+        total = len(list(sessions()))
+        await found.open("#/groups", "found")  # this page follows the record
+        await found.until(
+            f"fetch('/api/sessions').then(a => a.json()).then(a => a.total == {total})"
+        )
+        yield found
+
+
+def sessions() -> Iterator[session_pb2.SessionRecord]:
+    yield from map(record, IDS)
+    for at in range(SIBLINGS):
+        yield record(f"sibling-{at}", "many", at, SIBLINGS)
+    for at, reward in enumerate((float("inf"), float("nan"), -1e300, 1e300)):
+        session = record(f"reward-{at}", "odd", at, 4)
+        session.run_id, session.reward, session.trajectories[0].reward = "odd", reward, reward
+        yield session
+    for at in range(3):
+        equal = record(f"equal-{at}", "equal", at, 3)
+        equal.reward, equal.run_id, equal.closed_unix_ms = 0.1, "equal", 2**60
+        yield equal
+    infinite = record("infinite")
+    logprobs = np.array([0, 0, np.nan, -np.inf, -1, -2], "<f4")
+    infinite.trajectories[0].tokens.logprobs_f32le = logprobs.tobytes()
+    yield infinite
+    yield said("shapes", *SHAPES)
+    yield said("long", [{"role": "user", "content": "x"}], [{"role": "assistant", "content": LONG}])
+    yield reasoned()
+    for at in range(2):
+        yield text_only(at)
+
+
+LONG = "🎉" * 300_000 + "end"
+CALLS: list[Any] = [{"id": 1}, {"function": {"name": None, "arguments": {"x": 1}}}, None]
+SHAPES: tuple[list[Any], list[Any]] = (
+    [{"role": "user", "content": [None, "text", 5, {"type": "image_url"}]}],
+    [{"role": "assistant", "content": {"a": 1}, "tool_calls": CALLS, "reasoning_content": ["r"]}],
+)
+
+
+def said(name: str, *messages: list[Any]) -> session_pb2.SessionRecord:
+    session = with_messages(record(name))
+    for node, one in zip(session.messages, messages, strict=True):
+        node.data = json.dumps(one).encode()
+        node.data_bytes = len(node.data)
+    return session
+
+
+def reasoned() -> session_pb2.SessionRecord:
+    """Four nodes of 2 tokens: the last two were given, then sampled, for reasons."""
+    session, node = record("reasoned"), trajectory_pb2.TrajectorySegment
+    session.metadata["where it ran"] = 'a "quoted" \\ place'
+    exact, special = (
+        trajectory_pb2.FIDELITY_REASON_EXACT,
+        trajectory_pb2.FIDELITY_REASON_SPECIAL_TEXT,
+    )
+    two = (
+        trajectory_pb2.FIDELITY_REASON_ORPHANED,
+        trajectory_pb2.FIDELITY_REASON_RESTARTED,
+    )
+    row = session.trajectories[0]
+    del row.segments[:], row.version_spans[:]
+    row.tokens.CopyFrom(
+        pack_tokens(np.arange(8, dtype=np.uint32), np.zeros(8, np.float32), np.arange(8) // 2 == 1)
+    )
+    row.segments.extend(
+        [
+            node(start=0, end=2, node_id=1),
+            node(start=2, end=4, node_id=2, sampled=True, trained=True, reasons=[exact]),
+            node(start=4, end=6, node_id=3, reasons=[special]),
+            node(start=6, end=8, node_id=4, sampled=True, reasons=two),
+        ]
+    )
+    row.version_spans.extend(
+        sampling_pb2.VersionSpan(start=at, end=at + 2, policy_version=at) for at in (2, 6)
+    )
+    row.leaf_node_id = 4
+    return session
+
+
+def text_only(at: int) -> session_pb2.SessionRecord:
+    """A session without token ids. Two of them part after the question."""
+    session = record(f"text-{at}")
+    del session.trajectories[:]
+    session.capture = session_pb2.CAPTURE_TEXT
+    for node, (role, content) in enumerate((("user", "same"), ("assistant", f"other {at}")), 1):
+        data = json.dumps([{"role": role, "content": content}]).encode()
+        session.messages.add(node_id=node, parent_node_id=node - 1, data=data, data_bytes=len(data))
+    return session
+
+
+async def test_ids_of_any_signs_are_opened_from_the_list(page: Page) -> None:
+    for name in IDS:
+        await page.open("#/sessions?order=oldest", "found")
+        same = f"one => one.textContent === {json.dumps(name)}"
+        link = f"[...document.querySelectorAll('td.id a')].find({same})"
+        await page.until(f"Boolean({link})")
+        await page.run(f"{link}.click()")
+        await page.open(await page.run("location.hash"), f"Session {name}")
+        assert page.events == []
+    await page.open("#/%", "Reward")
+    assert page.events == []
+
+
+async def test_advantages_are_of_the_whole_group_and_not_of_the_page(page: Page) -> None:
+    expected = (0 - np.arange(SIBLINGS).mean()) / np.arange(SIBLINGS).std()
+    await page.open(
+        "#/sessions?group_id=many&order=highest+reward&offset=100", "standard deviation"
+    )
+    last = "[...document.querySelectorAll('tbody tr')].at(-1).textContent"
+    assert f"{expected:.3f}" in await page.run(last)
+    await page.open("#/compare/sibling-0/sibling-1", "They share")
+    assert f"advantage {expected:.3f}" in await page.run(TEXT)
+    await page.open("#/sessions?group_id=equal&run_id=equal", "standard deviation")
+    cells = "[...document.querySelectorAll('tbody tr')].map(one => one.cells[5].textContent)"
+    assert await page.run(cells) == [NONE] * 3  # their mean differs from 0.1 by rounding
+    assert page.events == []
+
+
+async def test_rewards_and_log_probabilities_that_are_no_numbers_leave_the_pages(
+    page: Page,
+) -> None:
+    for address, shown in (
+        ("#/run?run_id=odd", "Reward"),
+        ("#/run?by=time", "Sampled tokens per second"),
+        ("#/groups?order=largest+spread", "1.00e+300"),
+        ("#/session/reward-0", f"Session reward-0COMPLETED reward {NONE}"),
+        ("#/session/reward-3", "reward 1.00e+300"),
+        ("#/session/infinite", "Session infinite"),
+    ):
+        await page.open(address, shown)
+        drawn = await page.run("document.querySelector('main').innerHTML")
+        assert "NaN" not in drawn
+        assert "Infinity" not in drawn
+    await page.click("Tokens")
+    titles = "[...document.querySelectorAll('.tokens b')].map(one => one.title)"
+    await page.until(f"{titles}.length === 6")
+    assert ["log-prob" in one for one in await page.run(titles)] == [False] * 4 + [True] * 2
+    await page.click("Tokens")
+    assert page.events == []
+
+
+async def test_a_run_of_one_version_and_numbers_of_any_size_are_told_as_they_are(
+    page: Page,
+) -> None:
+    await page.open("#/run?run_id=equal", "Reward")
+    texts = "[...document.querySelectorAll('figure text')].map(one => one.textContent)"
+    assert "v0" in await page.run(texts)
+    assert "v-0.5" not in await page.run(texts)
+    values = [0, 1e-6, -0.0004, 0.5, 1234567, 1e300, 2**60]
+    numbers = (
+        f"import('/dom.js').then(({{ number }}) => {json.dumps(values)}.map(one => number(one)))"
+    )
+    told = ["0", "1.00e-6", "-4.00e-4", "0.500", "1,234,567", "1.00e+300", "1.15e+18"]
+    assert await page.run(numbers) == told
+
+
+async def test_tokens_are_coloured_by_reason_and_by_the_versions_of_the_session(
+    page: Page,
+) -> None:
+    await page.open("#/session/reasoned", "Session reasoned")
+    await page.click("Tokens")
+    await page.click("reason")
+    key = "[...document.querySelectorAll('.key b')].map(one => [one.className, one.textContent])"
+    assert await page.until(key) == [["r0", "SPECIAL_TEXT"], ["r1", "ORPHANED + RESTARTED"]]
+    tokens = "[...document.querySelectorAll('.tokens.reason b')]"
+    await page.until(f"{tokens}.length === 8")
+    shades = "one => /r\\d/.exec(one.className.replace('train', ''))?.[0] ?? ''"
+    found = await page.run(f"{tokens}.map({shades})")
+    assert found == [""] * 4 + ["r0"] * 2 + ["r1"] * 2
+    assert "ORPHANED + RESTARTED" in await page.run(f"{tokens}.at(-1).title")
+    painted = f"new Set({tokens}.map(one => getComputedStyle(one).backgroundColor)).size"
+    assert await page.run(painted) == 3
+    await page.click("version")
+    assert await page.until(key) == [["v0", "v2"], ["v1", "v6"]]
+    await page.click("Tokens")
+    assert page.events == []
+
+
+async def test_sessions_are_found_by_a_pair_and_a_bound_by_link_and_by_keyboard(
+    page: Page,
+) -> None:
+    await page.open("#/session/reasoned", "Session reasoned")
+    await page.run("document.querySelector('summary').click()")
+    await page.click('a "quoted" \\ place')
+    await page.until(f"{TEXT}.includes('1 found')")
+    await page.open("#/groups", "mean reward")
+    await page.tab_to("where")
+    await page.call("Input.insertText", text="reward>148 trained>=4")
+    await page.press("Enter")
+    await page.until(f"{TEXT}.includes('2 found')")  # and the group of a huge reward
+    assert await page.run("location.hash.includes('where=reward%3E148+trained')")
+    assert page.events == []
+    await page.run("location.hash = '#/sessions?where=turns'")
+    await page.until(f"{TEXT}.includes('none of NAME=VALUE')")
+    assert await page.run("document.querySelector('[name=where]').value") == "turns"
+    page.events.clear()  # the refusal
+
+
+async def test_sessions_without_tokens_part_where_their_messages_do(page: Page) -> None:
+    await page.open("#/compare/text-0/text-1", "They share 1 nodes")
+    columns = "[...document.querySelectorAll('.pair > div')].map(one => one.textContent)"
+    left, right = await page.run(columns)
+    assert ("other 0" in left, "other 1" in right) == (True, True)
+    assert page.events == []
+
+
+async def test_messages_of_any_shape_and_length_are_shown(page: Page) -> None:
+    await page.open("#/session/shapes", "Session shapes")
+    shown = await page.run(TEXT)
+    for text in ("null", "text", "5", '{"type":"image_url"}', '{"a":1}', '{"x":1}', '["r"]'):
+        assert text in shown
+    await page.open("#/session/long", "more characters")
+    pieces = "[...document.querySelectorAll('.node:last-child pre')].map(one => one.textContent)"
+    assert await page.run(f"{pieces}.slice(-2).join('')") == LONG
+    assert page.events == []
