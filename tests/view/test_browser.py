@@ -351,3 +351,28 @@ async def test_a_browser_logs_in_with_the_key(shared: Mesh, tmp_path: Path) -> N
         page.events.clear()  # the refused requests of the start
         await asyncio.gather(page.open("#/mesh", "Members"))
         assert page.events == []
+
+
+async def test_a_page_keeps_what_it_shows_while_the_mesh_is_away_and_goes_on(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir) as mesh, mesh.client() as client:
+        async with client.session() as session, viewer(mesh) as http:
+            answer = await turn(mesh, session, "first")
+            async with browser(str(http.base_url)) as page:
+                await page.open(f"#/session/{session.session_id}", "OPEN")
+                await page.run("document.querySelector('.why').open = true")
+                state = "document.getElementById('state').textContent"
+                await page.until(f"{state} === 'live'")
+                await mesh.processes["gateway"].kill()
+                await page.until(f"{state}.startsWith('not live: ')")
+                nodes = "document.querySelectorAll('.node').length"
+                assert await page.run(f"[{nodes}, document.querySelector('.why').open]") == [
+                    2,
+                    True,
+                ]
+                await mesh.start("gateway")
+                await page.until(f"{state} === 'live'")
+                await turn(mesh, session, "first", answer, "second")
+                await page.until(f"{nodes} === 4")
+                assert await page.run("document.querySelector('.why').open")

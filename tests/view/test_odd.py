@@ -253,3 +253,25 @@ async def test_messages_of_any_shape_and_length_are_shown(page: Page) -> None:
     pieces = "[...document.querySelectorAll('.node:last-child pre')].map(one => one.textContent)"
     assert await page.run(f"{pieces}.slice(-2).join('')") == LONG
     assert page.events == []
+
+
+async def test_a_page_that_is_drawn_many_times_leaves_nothing_behind(page: Page) -> None:
+    await page.open("#/session/reasoned", "Session reasoned")
+    await page.click("Tokens")
+    again = """(async () => {
+      for (let at = 0; at < COUNT; at += 1) {
+        const old = document.querySelector("main h1");
+        dispatchEvent(new Event("hashchange"));
+        while (document.contains(old)) await new Promise(requestAnimationFrame);
+      }
+    })()"""
+    found = []
+    for count in (5, 40):
+        await page.run(again.replace("COUNT", str(count)))
+        await page.call("HeapProfiler.collectGarbage")
+        found.append(await page.call("Memory.getDOMCounters"))
+    first, last = found
+    assert last["nodes"] < 1.5 * first["nodes"], found
+    assert last["jsEventListeners"] < 1.5 * first["jsEventListeners"], found
+    await page.click("Tokens")
+    assert page.events == []
