@@ -1,9 +1,10 @@
 """The backends vllm-http and sglang with stand-ins for servers, which lie and fall silent."""
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,8 @@ class StandIn:
         """One entry for each client that left an answer."""
         self.holds = False
         """Whether an answer begins and does not go on."""
+        self.held_at = 0
+        """Index of its last token then."""
         self.url = ""
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
@@ -123,7 +126,7 @@ class StandIn:
             for at in range(count):
                 part = self._part(body, at, count)
                 await response.write(b"data: " + json.dumps(part).encode() + b"\n\n")
-                while self.holds and not self.gone:
+                while self.holds and at == self.held_at and not self.gone:
                     await asyncio.sleep(0.01)
                     await response.write(b": keep-alive\n\n")
             await response.write(b"data: [DONE]\n\n")
@@ -378,6 +381,21 @@ async def test_leaving_an_answer_closes_its_connection(server: StandIn) -> None:
         await until(lambda: server.gone)
 
 
+async def test_collected_tokens_of_a_server_that_stands_still_are_passed_on_in_time(
+    server: StandIn,
+) -> None:
+    server.held_at = 1
+    async with attached(server) as backend:
+        server.holds = True
+        request = dataclasses.replace(asked(backend, 8), collect_ms=100)
+        async with asyncio.timeout(20), aclosing(backend.generate(request)) as messages:
+            ids = [(await anext(messages)).token_ids_u32le for _ in range(2)]
+            assert [np.frombuffer(one, "<u4").tolist() for one in ids] == [[11], [12]]
+            server.holds = False
+            last = await anext(messages)
+        assert last.HasField("finish")
+
+
 @pytest.mark.parametrize(
     ("path", "name", "value", "says"),
     [
@@ -602,6 +620,18 @@ async def test_an_sglang_server_that_does_not_fit_is_refused(
     with pytest.raises(EngineStartError, match=says):
         async with attached(sglang, **settings):
             pass
+
+
+async def test_a_temperature_at_which_vllm_does_not_sample_is_refused_with_sampled_log_probs(
+    vllm: StandIn,
+) -> None:
+    for mode, refuses in (("raw", False), ("processed", True)):
+        vllm.info["vllm_config"]["model_config"]["logprobs_mode"] = f"{mode}_logprobs"
+        async with attached(vllm, logprobs="sampled" if refuses else "raw") as backend:
+            request = asked(backend)
+            request.generate.sampling.temperature = 0.001
+            with pytest.raises(InvalidFieldError) if refuses else nullcontext():
+                assert [one async for one in backend.generate(request)]
 
 
 async def test_sampled_log_probs_refuse_truncation_and_seeds(sglang: SglangStandIn) -> None:

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from rollmesh.runtime.errors import PromptTooLongError
+from rollmesh.runtime.errors import InvalidSamplingError, PromptTooLongError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.engine.engines import PROMPT, Engine
@@ -34,6 +34,29 @@ CASES: dict[str, dict[str, Any]] = {
     "allowed": {"temperature": 0.6, "allowed_token_ids": ALLOWED},
     "bias": {"logit_bias": {30: 3.0, 31: -2.0}},
     "greedy": {"temperature": 0.0, "repetition_penalty": 1.3},
+    "nearly greedy": {"temperature": 0.01},
+    "least top_p": {"top_p": 1e-6},
+    "greatest min_p": {"temperature": 2.0, "min_p": 1.0},
+    "top_k of one": {"temperature": 0.3, "top_k": 1},
+    "all at once": {
+        "temperature": 0.9,
+        "top_k": 40,
+        "top_p": 0.8,
+        "min_p": 0.05,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": -0.5,
+        "logit_bias": {30: 2.0, 31: -100.0},
+        "allowed_token_ids": ALLOWED,
+    },
+    "greedy all at once": {
+        "temperature": 0.0,
+        "top_k": 3,
+        "top_p": 0.5,
+        "min_p": 0.5,
+        "presence_penalty": 1.0,
+        "logit_bias": {30: 2.0},
+        "allowed_token_ids": ALLOWED,
+    },
 }
 
 
@@ -65,6 +88,8 @@ def _row(
     logits: npt.NDArray[np.float64], before: list[int], given: dict[str, Any]
 ) -> npt.NDArray[np.float64]:
     row = logits.copy()
+    if given.get("temperature") == 0:  # nothing is cut off
+        given = {key: one for key, one in given.items() if key not in {"top_k", "top_p", "min_p"}}
     if "allowed_token_ids" in given:
         row[np.setdiff1d(np.arange(len(row)), given["allowed_token_ids"])] = -np.inf
     for token, bias in given.get("logit_bias", {}).items():
@@ -101,7 +126,20 @@ async def test_they_are_those_of_the_distribution_that_was_sampled(
     for (name, given), result in zip(cases, results, strict=True):
         wanted = expected(model_dir, result.ids, given)
         # 1.2e-5 was seen at -4.4: the batch decides in which order float32 sums are made.
-        assert result.logprobs == pytest.approx(wanted, abs=2e-5), name
+        assert result.logprobs == pytest.approx(
+            wanted, abs=2e-5 / (given.get("temperature") or 1)
+        ), name
+
+
+async def test_a_temperature_at_which_vllm_does_not_sample_is_refused(
+    sampled_engine: Engine,
+) -> None:
+    for temperature in (1e-8, 1e-3, 0.0099):
+        with pytest.raises(InvalidSamplingError, match=r"would sample at 0\.01") as caught:
+            await sampled_engine.generate(
+                sampled_engine.request(3, 0, sampling={"temperature": temperature})
+            )
+        assert caught.value.field == "sampling.temperature"
 
 
 async def test_given_tokens_are_scored_at_temperature_one_all_the_same(

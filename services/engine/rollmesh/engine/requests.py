@@ -244,6 +244,7 @@ _MAX_ALLOWED = 4096
 _MAX_BIASES, _MOST_BIAS = 1024, 100.0
 _MAX_BAD, _MAX_BAD_IDS = 1000, 256
 MAX_TOP_LOGPROBS = 20  # vLLM's own default limit
+_LEAST_TEMPERATURE = float(np.float32(0.01))
 
 
 def read_sampling(
@@ -295,6 +296,20 @@ def read_sampling(
             name = "bad_sequences" if bad else "allowed_token_ids"
             raise InvalidSamplingError(f"sampling.{name}", "leaves no token to sample; mask fewer")
     return found
+
+
+def check_temperature(sampling: sampling_pb2.SamplingParams) -> None:
+    """Checks that vLLM samples at the temperature of a request. It raises lower ones to 0.01.
+
+    Raises:
+        InvalidSamplingError: It is lower, so a trainer would not have the distribution.
+    """
+    if 0 < sampling.temperature < _LEAST_TEMPERATURE:
+        raise InvalidSamplingError(
+            "sampling.temperature",
+            f"is {sampling.temperature:.6g}, and vLLM would sample at 0.01; give 0, or at least "
+            "0.01 to engines with sampled log-probabilities",
+        )
 
 
 def _check_ids(name: str, ids: Collection[int], most: int, vocabulary_tokens: int) -> None:

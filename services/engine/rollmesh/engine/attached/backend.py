@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 from rollmesh.engine.attached.answers import most_bytes
 from rollmesh.engine.attached.dialect import Dialect
-from rollmesh.engine.attached.server import SILENCE, RefusedError, Server, Stream
+from rollmesh.engine.attached.server import DUE, RefusedError, Server, Stream
 from rollmesh.engine.attached.sglang import Sglang
 from rollmesh.engine.attached.vllm_http import VllmHttp
 from rollmesh.engine.backend import (
@@ -199,13 +199,13 @@ class AttachedBackend:
             ):
                 await self._check_connection(stream)
                 async for part in parts:
-                    if part is not SILENCE:
+                    if part is not DUE:
                         answer.add(part)
-                    now_ms, stream.patience_s = clock.monotonic_ms(), None
+                    now_ms, stream.due_s = clock.monotonic_ms(), None
                     if answer.finish is not None:
                         continue  # the usage follows
                     if sent_ms and (left_ms := sent_ms + request.collect_ms - now_ms) > 0:
-                        stream.patience_s = left_ms / 1000
+                        stream.due_s = asyncio.get_running_loop().time() + left_ms / 1000
                         continue
                     for one in answer.messages(self._version_for(state)):
                         yield one

@@ -16,8 +16,8 @@ _SHOWN = 300
 _LARGE = 64 * 1024
 _END_S = 1.0
 _NO_QUERY: Mapping[str, str] = {}
-SILENCE = object()
-"""Stands among events for a silence of `patience_s`."""
+DUE = object()
+"""Stands among events for the time `due_s`."""
 _RETRY_MS = 5_000
 
 
@@ -39,8 +39,8 @@ class Stream:
         self._response = response
         self._most = most
         self._waits = waits
-        self.patience_s: float | None = None
-        """How long `events` waits for a next one before it yields `SILENCE`. None is forever."""
+        self.due_s: float | None = None
+        """When `events` yields `DUE`, by the loop's clock. None is never."""
 
     @property
     def connection(self) -> object:
@@ -67,7 +67,7 @@ class Stream:
         unread = bytearray()
         while (part := await self._next()) != b"":
             if part is None:
-                yield SILENCE
+                yield DUE
                 continue
             unread += part
             while (end := unread.find(b"\n\n")) >= 0:
@@ -83,10 +83,10 @@ class Stream:
         raise EngineFaultError("the server ended a stream before its last event")
 
     async def _next(self) -> bytes | None:
-        """Returns the next bytes, b"" at the end, None after a silence."""
+        """Returns the next bytes, b"" at the end, None when something is due."""
         async with self._waits.one():
             try:
-                async with asyncio.timeout(self.patience_s):
+                async with asyncio.timeout_at(self.due_s):
                     part: bytes = await self._response.content.readany()
             except TimeoutError:
                 return None

@@ -9,6 +9,7 @@ import numpy as np
 from rollmesh.engine.attached.answers import Answer, Row, expect, read_id, well_formed
 from rollmesh.engine.attached.dialect import Dialect, vocabulary
 from rollmesh.engine.backend import GenerateInput, ModelLimits, PauseMode, Transfer, numerics_of
+from rollmesh.engine.requests import check_temperature
 from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import (
@@ -140,6 +141,8 @@ class VllmHttp(Dialect):
     def refuse(self, request: GenerateInput) -> None:
         top = self.candidates(request.generate.top_logprobs)
         self._check_candidates("top_logprobs", top)
+        if self.config.logprobs == "sampled":
+            check_temperature(request.generate.sampling)
         super().refuse(request)
 
     def generate_body(self, request: GenerateInput, id_: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from rollmesh.engine.backend import (
     numerics_of,
 )
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.requests import MAX_TOP_K, read_generate
+from rollmesh.engine.requests import MAX_TOP_K, check_temperature, read_generate
 from rollmesh.engine.scores import NO_ID, ScoreInput, Scores
 from rollmesh.engine.vllm.adapters import AdapterChecks
 from rollmesh.engine.vllm.chunks import (
@@ -573,6 +573,8 @@ class VllmBackend:
         request_id = generate.request_id
         if SUPPORT in self.limits.columns:
             _check_bounded(generate.sampling)
+        if self._config.logprobs == "sampled":
+            check_temperature(generate.sampling)
         running = RunningRequest(self._llm.output_processor, request_id, request.collect_ms)
         unread: list[Any] = []
         passed = 0
