@@ -15,6 +15,7 @@ from rollmesh.runtime.telemetry import genai, tracing
 from rollmesh.v1 import session_pb2
 from tests.collector.records import record, tree_record, with_messages
 from tests.receivers import decoded, http_receiver, trace_service_pb2
+from tests.record.test_atif import told, user
 
 
 async def given(*records: session_pb2.SessionRecord) -> AsyncIterator[session_pb2.SessionRecord]:
@@ -41,6 +42,39 @@ def test_each_turn_of_a_session_is_one_span_of_its_trace() -> None:
             assert said["gen_ai.usage.output_tokens"] > 0
             assert said["rollmesh.time.estimated"]
             assert not {genai.INPUT_MESSAGES, genai.OUTPUT_MESSAGES} & said.keys()
+
+
+def test_a_turn_has_the_messages_and_the_tools_of_its_path() -> None:
+    one = told(
+        record("a"),
+        [{"role": "system", "content": "Work."}, user("Hi")],
+        [{"role": "assistant", "content": "One."}],
+    )
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    one.contexts.add(data=json.dumps({"tools": tools}).encode())
+    one.messages[1].context_index = 0
+    _, turn = spans_of(one, content=True)
+    said = {name: json.loads(turn.attributes[name]) for name in (genai.INPUT_MESSAGES, genai.TOOLS)}
+    assert [message["role"] for message in said[genai.INPUT_MESSAGES]] == ["system", "user"]
+    assert [tool["name"] for tool in said[genai.TOOLS]] == ["look"]
+    (answer,) = json.loads(turn.attributes[genai.OUTPUT_MESSAGES])
+    assert answer["parts"] == [{"type": "text", "content": "One."}]
+    del one.messages[0]
+    _, turn = spans_of(one, content=True)
+    assert not {genai.INPUT_MESSAGES, genai.OUTPUT_MESSAGES} & turn.attributes.keys()
+
+
+def test_a_turn_has_the_policies_of_its_own_tokens() -> None:
+    one = record("a")
+    path = one.trajectories[0]
+    del path.version_spans[:]
+    for at in range(6):
+        path.version_spans.add(start=at, end=at + 1, policy_version=at, engine_id=f"e{at}")
+    path.segments[1].end = 4
+    path.segments.add(start=4, end=6, node_id=3, sampled=True)
+    _, first, second = spans_of(one)
+    assert first.attributes["rollmesh.policy.versions"] == [2, 3]
+    assert second.attributes["rollmesh.policy.versions"] == [4, 5]
 
 
 def test_spans_of_turns_have_the_times_of_the_record() -> None:

@@ -8,18 +8,19 @@ session's time evenly.
 
 import json
 from base64 import b64decode
-from collections.abc import AsyncIterator, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from hashlib import sha256
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollmesh.record.tables import leaves_of
-from rollmesh.runtime.codec.conversations import conversation_of
 from rollmesh.runtime.config import ConfigError, TracesConfig
 from rollmesh.runtime.errors import RemoteError
 from rollmesh.runtime.telemetry import genai, tracing
 from rollmesh.runtime.telemetry.tracing import Place, Span
-from rollmesh.v1 import session_pb2, trajectory_pb2
+from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
 
 _IDS = ("traceId", "spanId", "parentSpanId")
 
@@ -33,7 +34,7 @@ def spans_of(record: session_pb2.SessionRecord, *, content: bool = False) -> lis
     """
     if record.abandoned:
         return []
-    turns = dict(sorted(_turns(record)))
+    turns, said = dict(sorted(_turns(record))), _said(record)
     place = tracing.place_of_session(record.session_id)
     begin_ns, end_ns = record.opened_unix_ms * 1_000_000, record.closed_unix_ms * 1_000_000
     attributes = {
@@ -53,7 +54,7 @@ def spans_of(record: session_pb2.SessionRecord, *, content: bool = False) -> lis
         if turn.ended_unix_ms:
             times = turn.begun_unix_ms * 1_000_000, turn.ended_unix_ms * 1_000_000
         name = f"{genai.CHAT} {record.model}".rstrip()
-        found = _turn(record, trajectory, turn, content=content)
+        found = _turn(record, trajectory, turn, said, content=content)
         spans.append(Span(name, "client", own, place.span_id, times[0], found, times[1]))
     return spans
 
@@ -71,6 +72,46 @@ def _turns(record: session_pb2.SessionRecord) -> Iterator[tuple[int, _Turn]]:
     yield from found.items()
 
 
+class _Said(NamedTuple):
+    """What was said at a node."""
+
+    parent_id: int
+    messages: list[dict[str, Any]]
+    so_far: int
+    """Number of messages up to the last of the node."""
+    tools: list[dict[str, Any]]
+
+
+def _said(record: session_pb2.SessionRecord) -> dict[int, _Said]:
+    """Returns the messages of each node whose whole path has them."""
+    contexts = [json.loads(one.data).get("tools", []) for one in record.contexts]
+    found = {0: _Said(0, [], 0, [])}
+    for one in record.messages:  # parents first
+        if (before := found.get(one.parent_node_id)) is not None:
+            messages = json.loads(one.data)
+            tools = contexts[one.context_index] if one.HasField("context_index") else []
+            so_far = before.so_far + len(messages)
+            found[one.node_id] = _Said(one.parent_node_id, messages, so_far, tools)
+    del found[0]
+    return found
+
+
+def _newest(said: Mapping[int, _Said], node_id: int) -> Iterator[dict[str, Any]]:
+    """Yields the messages of a path, the newest first. None if some were not recorded."""
+    while node_id in said:
+        yield from reversed(said[node_id].messages)
+        node_id = said[node_id].parent_id
+
+
+def _spans(
+    trajectory: trajectory_pb2.Trajectory, turn: trajectory_pb2.TrajectorySegment
+) -> Sequence[sampling_pb2.VersionSpan]:
+    """Returns the spans of a turn. Those of a trajectory ascend."""
+    spans = trajectory.version_spans
+    first = bisect_right(spans, turn.start, key=attrgetter("end"))
+    return spans[first : bisect_left(spans, turn.end, key=attrgetter("start"))]
+
+
 def _of_session(record: session_pb2.SessionRecord) -> dict[str, Any]:
     return genai.session(record.run_id, record.group_id, record.sample_index, record.purpose)
 
@@ -79,11 +120,13 @@ def _turn(
     record: session_pb2.SessionRecord,
     trajectory: trajectory_pb2.Trajectory,
     turn: trajectory_pb2.TrajectorySegment,
+    said: Mapping[int, _Said],
     *,
     content: bool,
 ) -> dict[str, Any]:
-    said = conversation_of(record, turn.node_id)
-    calls = bool(said is not None and said.messages and said.messages[-1].get("tool_calls"))
+    newest = _newest(said, turn.node_id)
+    answer = next(newest, None)
+    calls = bool(answer is not None and answer.get("tool_calls"))
     finish = genai.finish_reason(turn.finish_reason, calls=calls)
     has_tokens = turn.end > turn.start
     found = {
@@ -98,20 +141,14 @@ def _turn(
             prompt_tokens=turn.start if has_tokens else None,
             sampled_tokens=turn.end - turn.start if has_tokens else None,
         ),
-        **genai.policy(
-            [
-                one
-                for one in trajectory.version_spans
-                if one.start < turn.end and turn.start < one.end
-            ]
-        ),
+        **genai.policy(_spans(trajectory, turn)),
         **genai.training(turn.reasons, trajectory.lineage, turn.model_request_ids),
         genai.REWARD: turn.reward if turn.HasField("reward") else None,
         genai.TIME_ESTIMATED: None if turn.ended_unix_ms else True,
     }
-    if content and said is not None:
-        prompt, answer = said.messages[:-1], said.messages[-1]
-        found |= genai.content(reversed(prompt), len(prompt), answer, finish, said.tools)
+    if content and answer is not None:
+        own = said[turn.node_id]
+        found |= genai.content(newest, own.so_far - 1, answer, finish, own.tools)
     return found
 
 
