@@ -36,7 +36,8 @@ three digits, one token each, and the end of its turn.
 
 Any form of record can pass. Rows of one request that continue each other count as one sequence, and
 every finish reason, stop reason, finding, role or later branch in the record counts as a label.
-*Not seen* means that the server or its engine gave no occasion.
+*Not seen* means that the server or its engine gave no occasion. *Not run* means that the check is
+newer than the server's results.
 
 verifiers opens a session in its own process, so `benchmarks/peers/intercept.py` does that by HTTP.
 It samples by the parameters of the session, not of the agent, so each session has the agent's.

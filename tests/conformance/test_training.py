@@ -122,6 +122,11 @@ class Recorder:
             "logprobs": [-0.5] * (len(ids) - ("no-logprobs" in self.faults)),
         }  # fmt: skip
         row = {"token_ids": context + ids, "sampled": [span]}
+        if "leaves" in self.faults:
+            begun = [
+                one for one in self.rows if one["token_ids"] == prompt[: len(one["token_ids"])]
+            ]
+            row["sampled"] = [span, *(each for one in begun for each in one["sampled"])]
         self.rows += [row] * (2 if "twice" in self.faults else 1)
 
     def lost(self, finish: str, ids: list[int], choice: int) -> bool:
@@ -130,6 +135,7 @@ class Recorder:
             or ("loses-empty" in self.faults and len(ids) == 1)
             or ("first-choice" in self.faults and choice > 0)
             or ("first-turn" in self.faults and bool(self.rows))
+            or ("loses-branches" in self.faults and len(self.rows) > 1)
         )
 
 
@@ -161,6 +167,8 @@ FAULTS = [
     ("retry", "resamples unlabelled", f"the first attempt is {PLAIN}"),
     ("retry", "resamples first-turn", "answer 2 is not in the record"),
     ("edited-history", "unlabelled", f"answer 3 {OWN}, and no label"),
+    ("shared-answer", "leaves", "answer 1 is trained 3 times"),
+    ("shared-answer", "loses-branches", "answer 3 is not in the record"),
     ("template-glue", "unlabelled", f"answer 2 {OWN}, and no label"),
     ("other-ids", "unlabelled", f"answer 2 {OWN}, and no label"),
     ("stop-string", "unlabelled", f"answer 2 {OWN}, and no label"),

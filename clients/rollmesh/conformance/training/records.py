@@ -107,6 +107,23 @@ async def _edited_history(server: Server) -> None:
 
 
 @RECORDS.add(
+    "shared-answer",
+    "Two turns that continue one answer are in the record, and the answer is trained once.",
+    "Trainers: an answer has more weight the more branches continue it.",
+)
+async def _shared_answer(server: Server) -> None:
+    async with episode(server) as found:
+        opening = user("Shared. What is 6 times 7?")
+        said = await found.ask(opening)
+        for way in ("first", "second"):
+            await found.ask(opening, said, user(f"{DOUBT} In the {way} way."))
+    shared, *branches = found.calls
+    _complete(found, found.calls)
+    for branch in branches:
+        _joined_or_labelled(found, [shared, branch])
+
+
+@RECORDS.add(
     "template-glue",
     "An episode is one sequence, or labelled, where the template prints text before an answer that "
     "it leaves out of the history, as Qwen3 does with enable_thinking false.",
