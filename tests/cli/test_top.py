@@ -20,7 +20,7 @@ from rich.cells import cell_len
 from rollmesh.cli.__main__ import main
 from rollmesh.cli.top import Screen, Seen, keys_of, lines, pressed, sessions_of, transcript_of
 from rollmesh.runtime.alarms import RULES, Alarm, Labels, Observation, Rule, Server
-from rollmesh.runtime.words import REASONS
+from rollmesh.runtime.words import REASONS, label_words
 from rollmesh.v1 import collector_pb2, gateway_pb2, router_pb2, trajectory_pb2
 from tests.meshes import Mesh
 from tests.waiting import until
@@ -152,6 +152,33 @@ def test_a_transcript_tells_the_reasons_of_its_turns() -> None:
 def test_engines_are_sorted() -> None:
     rows = shown(Screen(engine_order=1))
     assert [row[:8] for row in rows if row.startswith("engine-")] == ["engine-1", "engine-0"]
+
+
+def test_a_transcript_tells_the_rule_of_each_branch_where_it_begins() -> None:
+    found = gateway_pb2.GetSessionResponse()
+    rule = {"lineage_source": trajectory_pb2.LINEAGE_SOURCE_RULE}
+    main, own = trajectory_pb2.LINEAGE_RULE_MAIN_PATH, trajectory_pb2.LINEAGE_RULE_OWN_ROOT
+    for node_id, parent_id, one in ((1, 0, main), (2, 1, main), (3, 0, own), (4, 3, own)):
+        found.nodes.add(node_id=node_id, parent_node_id=parent_id, lineage_rule=one, **rule)
+    assert [one for one in transcript_of(found) if one.startswith("node ")] == [
+        f"node {node_id}: UNSPECIFIED. {label_words('', 'RULE', name)}"
+        for node_id, name in ((1, "MAIN_PATH"), (3, "OWN_ROOT"))
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a" * 20_000, "漢" * 20_000, "a漢" * 10_000, "\t" * 20_000],
+    ids=["letters", "wide", "mixed", "blank"],
+)
+def test_a_transcript_of_long_lines_is_wrapped_without_a_loss(text: str) -> None:
+    screen = Screen(opened="a", height=600)
+    rows = [one.rstrip() for one in shown(screen, transcript=[text, "The end."])[1:-1]]
+    end = rows.index("The end.")
+    assert "".join(rows[:end]) == text.strip()
+    assert end <= 2 + cell_len(text.replace("\t", " ")) // 79  # a wide character may not fit
+    beyond = shown(Screen(opened="a", offset=10**6), transcript=[text, "The end."])
+    assert beyond[1].rstrip() == "The end."
 
 
 def test_keys_are_read_as_terminals_send_them() -> None:

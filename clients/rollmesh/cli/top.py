@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len, get_character_cell_size, set_cell_size
 from rich.console import ConsoleDimensions
 from rich.live import Live
 from rich.text import Text
@@ -28,8 +29,8 @@ from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.errors import RollmeshError, SessionUnknownError
 from rollmesh.runtime.runs import told
-from rollmesh.runtime.words import line_of, printable, told_reasons, why, words_of
-from rollmesh.v1 import gateway_pb2, router_pb2
+from rollmesh.runtime.words import label_of, line_of, printable, told_reasons, why, words_of
+from rollmesh.v1 import gateway_pb2, router_pb2, trajectory_pb2
 
 _CALL_S, _LEAST_S = 5.0, 0.1
 _LOOKS = 60
@@ -308,19 +309,26 @@ def _page(seen: Seen, screen: Screen) -> Iterator[Line]:
     else:
         yield Line(f"session {screen.opened}", "bold")
         paragraphs = list(seen.transcript) or ["it is read ..."]
-    found = [one for text in paragraphs for one in _wrapped(text, screen.width)]
-    yield from map(Line, found[min(screen.offset, max(len(found) - 1, 0)) :])
+    found = (one for text in paragraphs for one in _wrapped(text, screen.width))
+    at, last = 0, ""
+    for at, last in enumerate(islice(found, screen.offset + screen.height)):  # not megabytes below
+        if at >= screen.offset:
+            yield Line(last)
+    if at < screen.offset:
+        yield Line(last)
 
 
 def _wrapped(text: str, width: int) -> Iterator[str]:
-    """Yields a text in lines of at most `width` cells."""
-    for line in text.split("\n"):
-        rest = printable(line)
-        while cell_len(rest) > width:
-            count = len(set_cell_size(rest, width).rstrip()) or 1
-            yield rest[:count]
-            rest = rest[count:]
-        yield rest
+    """Yields a text in lines of at most `width` cells. The time is linear in the text."""
+    for line in map(printable, text.split("\n")):
+        start = cells = 0
+        for at, char in enumerate(line):
+            size = get_character_cell_size(char)
+            if at > start and cells + size > width:
+                yield line[start:at]
+                start, cells = at, 0
+            cells += size
+        yield line[start:]
 
 
 def _fit(text: str, width: int) -> str:
@@ -338,7 +346,12 @@ def transcript_of(found: gateway_pb2.GetSessionResponse) -> list[str]:
         f"{_state(one)}, {one.turns} turns, run {one.run_id or '-'}, group {one.group_id or '-'}"
     )
     said = [facts, *(f"{name}: {value}"[:500] for name, value in one.metadata.items())]
+    labels: dict[int, str] = {}
     for node in found.nodes:
+        labels[node.node_id] = label_of(node)
+        if labels[node.node_id] != labels.get(node.parent_node_id, ""):
+            lineage = name_of(trajectory_pb2.Lineage.DESCRIPTOR, node.lineage)
+            said.append(f"node {node.node_id}: {lineage}. {labels[node.node_id]}")
         said += [f"node {node.node_id}: {one}" for one in told_reasons(node.reasons)]
         for message in node.messages:
             shown = message_of(message)
