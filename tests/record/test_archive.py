@@ -347,6 +347,34 @@ async def test_many_sessions_make_files_of_bounded_size(
     assert len(files) == 3
 
 
+async def test_an_archive_follows_its_collector_to_another_port(tmp_path: Path) -> None:
+    async with running("router", tmp_path / "router") as router, AsyncExitStack() as stack:
+        flags = {"router": router.address, "data_dir": tmp_path / "data"}
+        log = tmp_path / "record.archive.log"
+
+        async def collector() -> tuple[ServiceProcess, Any]:
+            process = await stack.enter_async_context(running("collector", tmp_path, **flags))
+            channel = await stack.enter_async_context(open_channel(process.address))
+            return process, collector_pb2_grpc.CollectorServiceStub(channel)
+
+        first, stub = await collector()
+        await ingest_all(stub, "a", "b")
+        found = {"router": router.address, "to": tmp_path / "record", "seconds": 1}
+        async with started("record.archive", tmp_path, **found) as process:
+            await settled(stub, 2)
+            await first.kill()
+            second, stub = await collector()
+            assert second.address != first.address
+            await ingest_all(stub, "c")
+            await set_late(stub, "a", 5.0)
+            await settled(stub, 3)
+            late = Counter({("reward", "a", 5.0): 1, ("advantages", "a", 5.0): 1})
+            await until(lambda: late_rows(tmp_path) == late)
+            assert await process.terminate() == 0
+        assert "Traceback" not in log.read_text()
+    assert recorded(tmp_path) == Counter("abc")
+
+
 @pytest.mark.long
 async def test_kills_of_archive_and_collector_leave_each_session_once(tmp_path: Path) -> None:
     chance = random.Random(7)

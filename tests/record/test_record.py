@@ -131,6 +131,23 @@ def test_the_files_have_everything_of_a_session(tmp_path: Path) -> None:
     assert one.session_id == "sampled"
 
 
+@pytest.mark.parametrize("most", ["rows", "tokens"])
+def test_a_file_that_is_written_in_pieces_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: str
+) -> None:
+    monkeypatch.setattr(
+        f"rollmesh.record.files._PIECE_{most.upper()}", 12 if most == "tokens" else 4
+    )
+    sessions = [whole(record(f"{at}")) for at in range(8)]  # of two nodes and six tokens each
+    write(tmp_path, *sessions)
+    assert list(read_records(tmp_path)) == sessions
+    (path,) = tmp_path.glob("nodes/*/*.parquet")
+    groups = parquet.ParquetFile(path).metadata
+    assert [groups.row_group(at).num_rows for at in range(groups.num_row_groups)] == [4] * 4
+    (path,) = tmp_path.glob("sessions/*/*.parquet")
+    assert [read_session(path, one.session_id) for one in sessions] == sessions
+
+
 def test_one_session_is_read_from_its_file_as_all_are(tmp_path: Path) -> None:
     sessions = [*every_kind(), shared_prefix()]
     write(tmp_path, *sessions)
@@ -245,6 +262,8 @@ def test_scores_of_teachers_are_kept_by_model_and_width(tmp_path: Path) -> None:
 
 def test_an_index_made_again_knows_late_values(tmp_path: Path) -> None:
     session, values = every_kind()[0], [annotation("advantages", np.nan, 2)]
+    strange = np.array([0xFFC00001, 0x7FC00002], "<u4").tobytes()  # NaN of other bits
+    values.append(pb.Annotation(name="nan", trajectory_id="sampled-1", values_f32le=strange))
     write(tmp_path, session)
     session.reward = 5.0
     session.trajectories[0].segments[1].reward = -1.0
@@ -423,6 +442,18 @@ def test_an_index_made_again_knows_the_rewards_of_deliveries(tmp_path: Path) -> 
     with Writer(tmp_path) as writer:
         writer.add(session)
         writer.change(session)
+        assert writer.is_empty
+
+
+def test_equal_rewards_in_another_order_add_nothing(tmp_path: Path) -> None:
+    session = shared_prefix()
+    for at, one in enumerate(session.trajectories):
+        one.reward = at
+    write(tmp_path, session)
+    turned = session_pb2.SessionRecord(session_id=session.session_id, reward=session.reward)
+    turned.trajectories.extend(reversed(session.trajectories))
+    with Writer(tmp_path) as writer:
+        writer.change(turned)
         assert writer.is_empty
 
 
