@@ -262,7 +262,7 @@ def test_scores_of_teachers_are_kept_by_model_and_width(tmp_path: Path) -> None:
 
 def test_an_index_made_again_knows_late_values(tmp_path: Path) -> None:
     session, values = every_kind()[0], [annotation("advantages", np.nan, 2)]
-    strange = np.array([0xFFC00001, 0x7FC00002], "<u4").tobytes()  # NaN of other bits
+    strange = np.array([0xFFC00001, 0x7F800001], "<u4").tobytes()  # NaN of other bits
     values.append(pb.Annotation(name="nan", trajectory_id="sampled-1", values_f32le=strange))
     write(tmp_path, session)
     session.reward = 5.0
