@@ -230,6 +230,15 @@ def strange() -> session_pb2.SessionRecord:
     return one
 
 
+async def test_a_turn_of_an_adapter_names_it_as_its_model(tmp_path: Path) -> None:
+    one = told(record("two"), [user("Hi")], [{"role": "assistant", "content": "One."}])
+    (plain,) = written(one, tmp_path)
+    assert "model_name" not in plain["steps"][1]
+    one.trajectories[0].version_spans[0].adapter = "judge"
+    (document,) = written(one, tmp_path)
+    assert document["steps"][1]["model_name"] == "judge"
+
+
 async def test_images_are_files_and_malformed_arguments_are_extra(tmp_path: Path) -> None:
     one = with_images(record("pictured"), b"cat")
     url = {"url": f"sha256:{one.images[0].sha256}"}

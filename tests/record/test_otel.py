@@ -1,5 +1,6 @@
 """Stored sessions as spans: written as OTLP's JSON, sent to a receiver, and read by MLflow."""
 
+import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator
@@ -14,8 +15,8 @@ from rollmesh.runtime.errors import RemoteError
 from rollmesh.runtime.telemetry import genai, tracing
 from rollmesh.v1 import session_pb2
 from tests.collector.records import record, tree_record, with_messages
-from tests.receivers import decoded, http_receiver, trace_service_pb2
-from tests.record.test_atif import told, user
+from tests.receivers import decoded, grpc_receiver, http_receiver, trace_service_pb2
+from tests.record.test_atif import STRANGE, strange, told, user
 
 
 async def given(*records: session_pb2.SessionRecord) -> AsyncIterator[session_pb2.SessionRecord]:
@@ -88,14 +89,21 @@ def test_spans_of_turns_have_the_times_of_the_record() -> None:
 
 
 async def test_lines_are_the_spans_that_a_receiver_gets(tmp_path: Path) -> None:
-    records = with_messages(record("a")), tree_record("b")
+    records = with_messages(record("a")), tree_record("b"), strange()
     path = tmp_path / "spans.jsonl"
     count = await write_spans(given(*records), path, content=True)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(lines) == 2
+    assert len(lines) == 3
     with http_receiver() as receiver:
         config = TracesConfig(traces_endpoint=receiver.url, traces_content=True)
         assert await send_spans(given(*records), config) == count
+    async with grpc_receiver() as by_grpc:
+        config = TracesConfig(
+            traces_endpoint=by_grpc.url, traces_protocol="grpc", traces_content=True
+        )
+        sent = asyncio.to_thread(asyncio.run, send_spans(given(*records), config))
+        assert await sent == count
+    assert by_grpc.spans == receiver.spans
     assert [span for line in lines for span in decoded(parsed(line))] == receiver.spans
     (turn,) = [
         one
@@ -105,6 +113,12 @@ async def test_lines_are_the_spans_that_a_receiver_gets(tmp_path: Path) -> None:
     (answer,) = json.loads(turn.attributes["gen_ai.output.messages"])
     assert answer["role"] == "assistant"
     assert answer["finish_reason"] == turn.attributes["gen_ai.response.finish_reasons"][0]
+
+
+def test_calls_that_no_json_has_are_text() -> None:
+    _, turn = spans_of(strange(), content=True)
+    (answer,) = json.loads(turn.attributes[genai.OUTPUT_MESSAGES])
+    assert [one["arguments"] for one in answer["parts"]] == [*STRANGE[:-1], {"at": "\0é"}]
 
 
 def parsed(line: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from rollmesh.client import SessionResult, Trajectory
 from rollmesh.client.sessions import reason_names
 from rollmesh.record import images
-from rollmesh.record.tables import leaves_of
+from rollmesh.record.tables import leaves_of, spans_in
 from rollmesh.runtime.codec.conversations import Conversation, arguments_of
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.v1 import chat_pb2, sampling_pb2, session_pb2, trajectory_pb2
@@ -215,6 +215,8 @@ class _Turns:
         if one is None:
             return step if "reasoning_content" in step else step | {"llm_call_count": 0}
         step |= {"llm_call_count": 1}
+        if (spans := spans_in(self.trajectory.path, one)) and spans[-1].adapter:
+            step["model_name"] = spans[-1].adapter
         if one.ended_unix_ms:
             ended = datetime.fromtimestamp(one.ended_unix_ms / 1000, UTC)
             step["timestamp"] = ended.isoformat(timespec="milliseconds")

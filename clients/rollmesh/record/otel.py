@@ -8,19 +8,17 @@ session's time evenly.
 
 import json
 from base64 import b64decode
-from bisect import bisect_left, bisect_right
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from hashlib import sha256
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollmesh.record.tables import leaves_of
+from rollmesh.record.tables import leaves_of, spans_in
 from rollmesh.runtime.config import ConfigError, TracesConfig
 from rollmesh.runtime.errors import RemoteError
 from rollmesh.runtime.telemetry import genai, tracing
 from rollmesh.runtime.telemetry.tracing import Place, Span
-from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
+from rollmesh.v1 import session_pb2, trajectory_pb2
 
 _IDS = ("traceId", "spanId", "parentSpanId")
 
@@ -103,15 +101,6 @@ def _newest(said: Mapping[int, _Said], node_id: int) -> Iterator[dict[str, Any]]
         node_id = said[node_id].parent_id
 
 
-def _spans(
-    trajectory: trajectory_pb2.Trajectory, turn: trajectory_pb2.TrajectorySegment
-) -> Sequence[sampling_pb2.VersionSpan]:
-    """Returns the spans of a turn. Those of a trajectory ascend."""
-    spans = trajectory.version_spans
-    first = bisect_right(spans, turn.start, key=attrgetter("end"))
-    return spans[first : bisect_left(spans, turn.end, key=attrgetter("start"))]
-
-
 def _of_session(record: session_pb2.SessionRecord) -> dict[str, Any]:
     return genai.session(record.run_id, record.group_id, record.sample_index, record.purpose)
 
@@ -141,7 +130,7 @@ def _turn(
             prompt_tokens=turn.start if has_tokens else None,
             sampled_tokens=turn.end - turn.start if has_tokens else None,
         ),
-        **genai.policy(_spans(trajectory, turn)),
+        **genai.policy(spans_in(trajectory, turn)),
         **genai.training(turn.reasons, trajectory.lineage, turn.model_request_ids),
         genai.REWARD: turn.reward if turn.HasField("reward") else None,
         genai.TIME_ESTIMATED: None if turn.ended_unix_ms else True,

@@ -177,6 +177,15 @@ def parts_of(trajectory: trajectory_pb2.Trajectory) -> Iterator[Part]:
         yield Part(node_id, list(segments))
 
 
+def spans_in(
+    trajectory: trajectory_pb2.Trajectory, turn: trajectory_pb2.TrajectorySegment
+) -> Sequence[sampling_pb2.VersionSpan]:
+    """Returns the spans of a turn. Those of a trajectory ascend."""
+    spans = trajectory.version_spans
+    first = bisect_right(spans, turn.start, key=attrgetter("end"))
+    return spans[first : bisect_left(spans, turn.end, key=attrgetter("start"))]
+
+
 def _path_nodes(record: session_pb2.SessionRecord) -> dict[int, _Row]:
     """Returns the nodes of all paths by id. A trained node has its mask and reasons from there."""
     nodes: dict[int, _Row] = {}
