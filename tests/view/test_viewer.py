@@ -1,8 +1,9 @@
 import asyncio
 import re
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.client import Client, Rewards, Session, evaluate, start_of_atif
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import CallerUnknownError, InvalidFieldError
 from rollmesh.runtime.words import label_words, mask_words
 from tests.locks import Locks
 from tests.meshes import Mesh, scripted_mesh
@@ -293,7 +294,7 @@ async def test_a_viewer_that_others_reach_needs_a_key(tmp_path: Path) -> None:
     assert (code, "32 characters" in errors) == (2, True)
 
 
-async def test_a_locked_mesh_shows_open_sessions_to_operators_only(
+async def test_a_locked_mesh_shows_open_sessions_to_operators_only_also_after_a_rotation(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     locks = Locks(tmp_path / "locks")
@@ -301,6 +302,26 @@ async def test_a_locked_mesh_shows_open_sessions_to_operators_only(
         async with viewer(mesh, token_file=locks.token_file("operator")) as http:
             assert (await http.get("/api/open")).json() == {"rows": []}
             assert (await http.get("/api/mesh")).json()["sessions"] == 0
+            copied = shutil.copy(locks.token_file("operator"), tmp_path / "old")
+            old = Client(replace(mesh.addresses, token_file=str(copied)))
+            fresh = Locks(tmp_path / "fresh")
+            for name in ("accepted/operator", "operator.token"):
+                (fresh.folder / name).replace(locks.folder / name)
+
+            async def is_refused() -> bool:
+                try:
+                    await old.open_sessions()
+                except CallerUnknownError:
+                    return True
+                return False
+
+            async with old:
+                await until(is_refused)
+
+            async def is_open() -> bool:
+                return (await http.get("/api/open")).status_code == 200
+
+            await until(is_open)
         async with viewer(mesh, token_file=locks.token_file("trainer")) as http:
             assert (await http.get("/api/open")).status_code == 403
 
