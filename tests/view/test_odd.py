@@ -216,6 +216,20 @@ async def test_tokens_are_coloured_by_reason_and_by_the_versions_of_the_session(
     assert page.events == []
 
 
+async def test_ids_of_a_node_are_copied_by_keyboard(page: Page) -> None:
+    permissions = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+    await page.call("Browser.grantPermissions", permissions=permissions)
+    await page.call("Emulation.setFocusEmulationEnabled", enabled=True)
+    await page.open("#/session/reasoned", "Session reasoned")
+    await page.click("Tokens")
+    await page.tab_to("Copy ids")
+    await page.press("Enter")
+    assert await page.run("navigator.clipboard.readText()") == "0 1"
+    assert await page.run("document.activeElement.innerText") == "Copy ids"
+    await page.click("Tokens")
+    assert page.events == []
+
+
 async def test_sessions_are_found_by_a_pair_and_a_bound_by_link_and_by_keyboard(
     page: Page,
 ) -> None:

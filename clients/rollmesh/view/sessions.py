@@ -192,7 +192,7 @@ def _of_trajectories(
     nodes: dict[int, dict[str, Any]] = {}
     paths = []
     for one in trajectories:
-        ids, logprobs, mask = (array.tolist() for array in unpack_tokens(one.tokens, "tokens"))
+        ids, logprobs, mask = unpack_tokens(one.tokens, "tokens")
         lineage = name_of(trajectory_pb2.Lineage.DESCRIPTOR, one.lineage)
         label = label_of(one)
         path: list[int] = []
@@ -208,9 +208,9 @@ def _of_trajectories(
                     "lineage": lineage,
                     "label": label,
                     "scaffold": node.start - start if node.sampled else node.end - start,
-                    "ids": ids[at],
-                    "logprobs": logprobs[at],
-                    "mask": mask[at],
+                    "ids": ids[at].tolist(),
+                    "logprobs": logprobs[at].tolist(),
+                    "mask": mask[at].tolist(),
                     "trained": trained,
                     "reasons": _names(node.reasons),
                     "annotations": _cut(annotations.get(one.trajectory_id, {}), at),

@@ -171,7 +171,7 @@ function nodeView(node, found, choices, before, after) {
       node.reward !== null && node.reward !== undefined && badge(`reward ${number(node.reward)}`),
       node.sampled && node.trained === false && badge("not trained", "", true),
       why.map((one) => badge(one, choices.sentences[one], true)),
-      kept.tokens && h("button", { type: "button", onclick: () => navigator.clipboard.writeText(node.ids.join(" ")) }, "Copy ids")),
+      kept.tokens && h("button", { type: "button", onclick: () => copy(node.ids.join(" ")) }, "Copy ids")),
     (node.sampled || why.length > 0) && h("details", { class: "why" }, h("summary", {}, "Why"), whyView(node, choices)),
     !node.messages?.length && node.images.map((one) => imageView(one.sha256, found)));
   if (kept.tokens || (!node.text && !node.messages?.length)) box.append(...tokensView(node, found));
@@ -197,6 +197,17 @@ function whyView(node, choices) {
 }
 
 const callsOf = (node) => (node?.messages || []).flatMap((one) => one.tool_calls || []).filter(Boolean);
+
+// Copies a text by the selection of a field: `navigator.clipboard` is not there without TLS, except on this machine.
+function copy(text) {
+  const field = h("textarea", { "aria-hidden": "true" }), active = document.activeElement;
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  document.execCommand("copy");
+  field.remove();
+  active.focus({ preventScroll: true });
+}
 
 // A text of any length. What is long is folded, so that it is drawn only for who reads it.
 function textView(text) {
