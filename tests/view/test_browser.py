@@ -249,8 +249,9 @@ async def test_a_turn_grows_while_it_is_sampled_and_the_reader_keeps_the_place(
     tmp_path: Path,
 ) -> None:
     model = make_tokenizer_dir(tmp_path / "model", context=16_384)
-    slow: dict[str, Any] = {"reply_tokens": 4000, "tokens_per_second": 50}
-    async with scripted_mesh(tmp_path, model, **slow) as mesh, mesh.client() as client:
+    rules = [(HOSTILE, "on and on " * 1200)]  # minutes, also for a browser that starts slowly
+    slow: dict[str, Any] = {"tokens_per_second": 50}
+    async with scripted_mesh(tmp_path, model, rules, **slow) as mesh, mesh.client() as client:
         async with client.session() as session, viewer(mesh) as http:
             asking = asyncio.create_task(turn(mesh, session, HOSTILE))
             async with browser(str(http.base_url)) as page:
