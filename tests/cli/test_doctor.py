@@ -25,6 +25,7 @@ from tests.faults.test_lying_engines import answer
 from tests.locks import Locks
 from tests.meshes import Mesh, scripted_mesh
 from tests.models import make_thinking_dir
+from tests.receivers import hanging_receiver
 from tests.router.engines import Answers, noting_engine
 from tests.view.test_viewer import viewer
 from tests.waiting import until
@@ -355,6 +356,15 @@ async def test_the_command_names_alarms_and_ends_with_1(mesh: Mesh) -> None:
 async def test_a_mesh_that_does_not_answer_is_a_finding() -> None:
     said = await doctor("--router=127.0.0.1:9", "--for=0.2", "--every=0.1", code=1)
     assert said.startswith("server_silent  127.0.0.1:9\n")
+
+
+async def test_it_ends_and_names_servers_that_accept_and_never_answer() -> None:
+    async with hanging_receiver() as router, hanging_receiver() as collector:
+        addresses = [one.removeprefix("http://") for one in (router, collector)]
+        where = ("--router", addresses[0], "--collector", addresses[1])
+        said = await doctor(*where, "--for=1", "--every=1", code=1)
+    for one in addresses:
+        assert f"server_silent  {one}\n" in said
 
 
 async def test_it_watches_until_it_is_stopped_and_serves_the_gauge_of_alarms(mesh: Mesh) -> None:

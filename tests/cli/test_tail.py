@@ -7,6 +7,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 from tests.meshes import Mesh
 from tests.waiting import until
@@ -46,7 +47,8 @@ async def test_sessions_are_printed_as_they_end_also_after_the_collector_was_awa
             await mesh.processes["collector"].kill()
             assert process.stderr is not None
             async with asyncio.timeout(60):
-                assert b"rollmesh tail" in await process.stderr.readline()
+                away = [await process.stderr.readline()]
+            assert b"rollmesh tail" in away[0]
             await mesh.start("collector")
             async with client.session(metadata={"error": "a\x1b[2Jb"}) as second:
                 pass
@@ -55,6 +57,8 @@ async def test_sessions_are_printed_as_they_end_also_after_the_collector_was_awa
             assert said.endswith("a [2Jb\n")
             process.send_signal(signal.SIGINT)
             assert await process.wait() == 0
+            away += (await process.stderr.read()).splitlines(keepends=True)
+            assert all(one != other for one, other in pairwise(away))  # a cause is told once
 
 
 async def test_lines_are_chosen_by_run_and_outcome(mesh: Mesh) -> None:

@@ -19,7 +19,7 @@ CEILINGS = {
     "clients/rollmesh/batches": (1_092, 6),
     "clients/rollmesh/integrations": (4_658, 23),
     "clients/rollmesh/launch": (603, 4),
-    "clients/rollmesh/cli": (2_471, 13),
+    "clients/rollmesh/cli": (2_474, 13),
     "clients/rollmesh/view": (1_963, 9),
     "clients/rollmesh/conformance": (4_179, 39),
 }

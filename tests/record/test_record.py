@@ -373,16 +373,23 @@ def test_every_field_of_the_protocol_has_a_column() -> None:
         assert set(message.DESCRIPTOR.fields_by_name) <= known, message.DESCRIPTOR.name
 
 
+def write_as_before(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *sessions: session_pb2.SessionRecord
+) -> None:
+    """Writes the files of an earlier release."""
+    new = {"begun_unix_ms", "ended_unix_ms", "lineage_rule"}
+    with monkeypatch.context() as patch:
+        for table in PARTS:
+            patch.setitem(TABLES, table, [one for one in TABLES[table] if one.name not in new])
+        write(folder, *sessions)
+
+
 def test_files_of_an_earlier_release_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have fewer columns and tables."""
-    new = {"begun_unix_ms", "ended_unix_ms", "lineage_rule"}
     session = every_kind()[0]
-    with monkeypatch.context() as patch:
-        for table in PARTS:
-            patch.setitem(TABLES, table, [one for one in TABLES[table] if one.name not in new])
-        write(tmp_path, session)
+    write_as_before(monkeypatch, tmp_path, session)
     session.trajectories[0].ClearField("lineage_rule")
     turn = session.trajectories[0].segments[1]
     turn.begun_unix_ms = turn.ended_unix_ms = 0
@@ -646,6 +653,29 @@ print(json.dumps(mine.select("token_ids").collect()["token_ids"].explode().to_li
         folder,
     )
     assert json.loads(said) == json.loads(TOKENS)
+
+
+def test_files_of_two_releases_are_read_as_the_docs_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_as_before(monkeypatch, tmp_path / "old", whole(record("old")))
+    write(tmp_path / "old", every_kind()[0])
+    with Writer(tmp_path / "new") as writer:
+        for one in read_stored(tmp_path / "old", []):
+            writer.add(one.session)
+        writer.commit()
+    program = """
+import duckdb, glob, pandas
+from polars import concat, scan_parquet
+files = sorted(glob.glob("old/nodes/**/*.parquet", recursive=True))
+old = concat([scan_parquet(one) for one in files], how="diagonal").collect()
+print(old.height, "lineage_rule" in old.columns)
+found = duckdb.sql("FROM read_parquet('old/nodes/*/*.parquet', union_by_name = true)")
+print(len(found.fetchall()), "lineage_rule" in found.columns)
+new = pandas.read_parquet("new/nodes")
+print(len(new), "lineage_rule" in new.columns)
+"""
+    assert read_by(program, tmp_path).splitlines() == ["4 True"] * 3
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ async def _follow(options: argparse.Namespace) -> list[str]:
 
     Sessions that are stored at the start are read once, and old ones skipped.
     """
-    since, after = clock.unix_ms() - options.last_ms, ""
+    since, after, away = clock.unix_ms() - options.last_ms, "", ""
     backoff = Backoff(_PAUSE_S, _MOST_PAUSE_S)
     addresses = MeshAddresses(
         router=options.router, collector=options.collector, **identity.given(options)
@@ -55,10 +55,13 @@ async def _follow(options: argparse.Namespace) -> list[str]:
             except RollmeshError as error:
                 if error.code not in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
                     raise
-                print(f"rollmesh tail: {error.message}", file=sys.stderr, flush=True)
+                if error.message != away:
+                    print(f"rollmesh tail: {error.message}", file=sys.stderr, flush=True)
+                away = error.message
                 await asyncio.sleep(backoff.next_s())
                 continue
             backoff.reset()
+            away = ""
             for one in page:
                 after = one.resume_token
                 if one.HasField("session") and one.session.closed_unix_ms >= since:
