@@ -9,7 +9,7 @@ CEILINGS = {
     "services/runtime/rollmesh/mesh": (4_696, 11),
     "services/gateway/rollmesh/chat": (8_236, 40),
     "services/gateway/rollmesh/gateway": (10_975, 28),
-    "services/engine/rollmesh/engine": (8_005, 32),
+    "services/engine/rollmesh/engine": (8_040, 32),
     "services/router/rollmesh/router": (4_762, 17),
     "services/collector/rollmesh/collector": (5_463, 14),
     "services/collector/rollmesh/scorer": (363, 6),

@@ -42,8 +42,10 @@ SCRIPTED = EngineConfig(backend="scripted", max_adapters=2)
 
 
 @pytest.fixture
-async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
+async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
     """A scripted engine with room for two revisions."""
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     flags = {"max_adapters": 2, "reply_tokens": REPLY, "tokens_per_second": 500}
     async with (
         running("engine", tmp_path, backend="scripted", **flags) as process,
@@ -109,15 +111,34 @@ async def test_a_revision_that_is_unloaded_serves_its_generations_to_their_end(
         async for one in chunks:
             result.take(one)
             if result.messages == 3:
+                former = [sampling_pb2.AdapterRef(name="math", version=1)]
+                with pytest.raises(OverloadedError, match="3 are needed"):  # its room is in use
+                    await engine.load_adapter("math", 3, DATA, replaces=former)
                 assert await engine.unload_adapter("math", 1) == [("math", 2)]
                 with pytest.raises(AdapterUnknownError):
                     await generate(engine, 5, **of("math", 1))
-                with pytest.raises(OverloadedError, match="3 are needed"):  # its room is in use
+                with pytest.raises(OverloadedError, match="3 are needed"):
                     await engine.load_adapter("math", 3, DATA)
     assert len(result.ids) == REPLY
     assert await engine.load_adapter("math", 3, DATA) == [("math", 2), ("math", 3)]
     assert await engine.unload_adapter("math") == []
     assert await engine.unload_adapter("math") == []
+
+
+async def test_a_revision_that_is_loaded_again_before_its_last_generation_ends_is_used_again(
+    engine: Engine,
+) -> None:
+    await engine.load_adapter("math", 1, DATA, push_id="a")
+    result = Result()
+    async with aclosing(engine.stream(engine.request(REPLY, 1, **of("math", 1)))) as chunks:
+        result.take(await anext(chunks))
+        assert await engine.unload_adapter("math", 1) == []
+        assert await engine.load_adapter("math", 1, DATA, push_id="a") == [("math", 1)]
+        assert len((await generate(engine, 5, **of("math", 1))).ids) == 5
+        async for one in chunks:
+            result.take(one)
+    assert len(result.ids) == REPLY
+    assert await engine.load_adapter("math", 2, DATA) == [("math", 1), ("math", 2)]
 
 
 async def test_too_many_revisions_are_refused_with_the_number_needed(engine: Engine) -> None:
@@ -159,7 +180,9 @@ async def test_adapters_belong_to_the_weights_in_use(engine: Engine) -> None:
     await engine.update(2, DATA)
 
 
-async def test_an_upload_that_breaks_off_or_is_too_large_changes_nothing(engine: Engine) -> None:
+async def test_an_upload_that_breaks_off_or_is_too_large_changes_nothing(
+    engine: Engine, tmp_path: Path
+) -> None:
     with pytest.raises(InvalidWeightsError, match="were announced"):
         await engine.load_adapter("math", 1, DATA, safetensors_bytes=len(DATA) + 1)
     with pytest.raises(InvalidFieldError, match="at most"):
@@ -171,6 +194,7 @@ async def test_an_upload_that_breaks_off_or_is_too_large_changes_nothing(engine:
     with pytest.raises(InvalidFieldError, match="model"):
         await engine.load_adapter("math", 1, DATA, model="other")
     assert revisions((await engine.info()).adapters) == []
+    assert not list((tmp_path / "scratch").rglob("adapter_*"))
 
 
 async def test_an_engine_without_room_takes_no_adapters(tmp_path: Path) -> None:

@@ -438,7 +438,7 @@ async def test_weights_whose_version_is_unknown_are_refused(server: StandIn, nam
             pass
 
 
-async def test_what_the_server_cannot_do_is_refused_by_its_field(
+async def test_a_wish_beyond_the_server_is_refused_by_its_field(
     vllm: StandIn, tmp_path: Path
 ) -> None:
     async with attached(vllm) as backend:

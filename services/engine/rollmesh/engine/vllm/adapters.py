@@ -4,7 +4,7 @@ A failure inside vLLM would come in the middle of a step, and vLLM accepts adapt
 applies in part. So shapes, types and values are checked here, while the model samples.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,35 @@ _BYTES = 4  # of a number, at most
 _HEADER_BYTES = 16 * 1024 * 1024
 
 
+def linear_modules(model_path: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of matrices of a checkpoint, by the module. It takes a moment."""
+    headers = read_headers(model_path).items()
+    return {
+        name.removesuffix(_WEIGHT): one.shape for name, one in headers if len(one.shape) == _MATRIX
+    }
+
+
+def modules_of(adapter: Adapter) -> list[str]:
+    """Returns the names that an adapter's file gives to modules, as far as it can be read."""
+    try:
+        with safetensors.safe_open(adapter.file, framework="pt") as file:
+            return sorted(set(map(_module_of, file.keys())))
+    except (safetensors.SafetensorError, OSError):
+        return []
+
+
 class AdapterChecks:
     """Knows the modules of one model."""
 
-    def __init__(self, model_path: Path, names: Collection[str], config: Any) -> None:
-        """Reads the shapes of the model's modules, which takes a moment.
+    def __init__(self, modules: Mapping[str, tuple[int, ...]], config: Any) -> None:
+        """Takes the modules that take adapters.
 
         Args:
-            model_path: Folder of the model.
-            names: Last names of the modules that vLLM adapts.
+            modules: Their shapes, by vLLM's name.
             config: VLLM's `LoRAConfig`.
         """
-        headers = read_headers(model_path)
-        weights = {name.removesuffix(_WEIGHT): one.shape for name, one in headers.items()}
         self._config = config
-        self._modules: Mapping[str, tuple[int, ...]] = {
-            name: shape
-            for name, shape in weights.items()
-            if len(shape) == _MATRIX and name.rpartition(".")[2] in names
-        }
+        self._modules = modules
 
     @property
     def most_bytes(self) -> int:
@@ -50,8 +60,12 @@ class AdapterChecks:
         rank: int = self._config.max_lora_rank
         return _HEADER_BYTES + _BYTES * rank * sum(map(sum, self._modules.values()))
 
-    def check(self, adapter: Adapter) -> None:
+    def check(self, adapter: Adapter, names: Mapping[str, str]) -> None:
         """Checks an adapter. Reads all of its file.
+
+        Args:
+            adapter: The adapter.
+            names: Its modules as vLLM names them. Empty if vLLM adapts none there.
 
         Raises:
             InvalidFieldError: VLLM does not support its config, or a target module is unknown.
@@ -63,24 +77,27 @@ class AdapterChecks:
         except (ValueError, TypeError) as error:
             raise InvalidFieldError(_CONFIG, str(error)) from error
         targets = adapter.config["target_modules"]
+        known = {*self._modules, *(name for name, one in names.items() if one)}
         for target in targets if isinstance(targets, list) else ():
-            if not any(_is_of(name, target) for name in self._modules):
+            if not any(_is_of(name, target) for name in known):
                 raise InvalidFieldError(
                     _CONFIG, f"target_modules: the model has no module {target!r:.80} to adapt"
                 )
         try:
             with safetensors.safe_open(adapter.file, framework="pt") as file:
-                self._check_tensors(file, targets, helper)
+                self._check_tensors(file, targets, helper, names)
         except (safetensors.SafetensorError, OSError) as error:
             raise InvalidWeightsError("safetensors_chunk", f"cannot be read: {error}") from error
 
-    def _check_tensors(self, file: Any, targets: Any, helper: PEFTHelper) -> None:
+    def _check_tensors(
+        self, file: Any, targets: Any, helper: PEFTHelper, modules: Mapping[str, str]
+    ) -> None:
         names = set(file.keys())
         if not names:
             raise InvalidWeightsError("safetensors_chunk", "has no tensors")
         for name in sorted(names):
-            module = name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
-            shape = self._modules.get(module)
+            module = _module_of(name)
+            shape = self._modules.get(modules[module])
             if shape is None or name not in {f"{_PREFIX}{module}{one}" for one in (_A, _B)}:
                 raise InvalidWeightsError(
                     name,
@@ -108,6 +125,11 @@ class AdapterChecks:
                 raise InvalidWeightsError(
                     name, f"has a NaN or an infinite value in {self._config.lora_dtype}"
                 )
+
+
+def _module_of(tensor: str) -> str:
+    """Returns the module of a matrix A or B, by its name."""
+    return tensor.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
 
 
 def _is_of(module: str, target: str) -> bool:

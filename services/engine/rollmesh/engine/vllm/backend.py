@@ -51,7 +51,7 @@ from rollmesh.engine.backend import (
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.requests import MAX_TOP_K, check_temperature, read_generate
 from rollmesh.engine.scores import NO_ID, ScoreInput, Scores
-from rollmesh.engine.vllm.adapters import AdapterChecks
+from rollmesh.engine.vllm.adapters import AdapterChecks, linear_modules, modules_of
 from rollmesh.engine.vllm.chunks import (
     Heartbeat,
     RunningRequest,
@@ -513,10 +513,10 @@ class VllmBackend:
         model = self._llm.vllm_config.model_config
         eos = model.try_get_generation_config().get("eos_token_id", [])
         if self._config.max_adapters:
-            (names, *_) = await self._on_workers("adapted_modules")
-            self._adapters = await asyncio.to_thread(
-                AdapterChecks, self._config.model_path, names, self._llm.vllm_config.lora_config
-            )
+            shapes = await asyncio.to_thread(linear_modules, self._config.model_path)
+            names = await self._adapted_modules(list(shapes))
+            taking = {name: shapes[one] for one, name in names.items() if name}
+            self._adapters = AdapterChecks(taking, self._llm.vllm_config.lora_config)
         self.limits = ModelLimits(
             model.get_vocab_size(),
             model.max_model_len,
@@ -768,7 +768,13 @@ class VllmBackend:
             InvalidFieldError: The model does not fit its config.
             InvalidWeightsError: A tensor does not fit the model.
         """
-        await asyncio.to_thread(self._adapters.check, adapter)
+        names = await self._adapted_modules(await asyncio.to_thread(modules_of, adapter))
+        await asyncio.to_thread(self._adapters.check, adapter, names)
+
+    async def _adapted_modules(self, modules: list[str]) -> dict[str, str]:
+        """Returns modules as vLLM names them, empty if vLLM adapts none there."""
+        answers = await self._on_workers("adapted_modules", modules)
+        return dict(zip(modules, map(max, *answers, [""] * len(modules)), strict=True))
 
     async def load_adapter(self, adapter: Adapter) -> None:
         """Has the workers read an adapter between two steps.

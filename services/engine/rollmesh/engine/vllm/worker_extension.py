@@ -201,18 +201,25 @@ class WeightReceiver:
         groups = (group for groups in self.model_runner.attn_groups for group in groups)
         return ",".join(sorted({group.backend.get_name() for group in groups}))
 
-    def adapted_modules(self) -> list[str]:
-        """Returns the last names of the modules that take adapters, as checkpoints name them."""
+    def adapted_modules(self, names: list[str]) -> list[str]:
+        """Returns the modules that take adapters, as vLLM names them. Empty for all others.
+
+        Args:
+            names: Names of modules, as a checkpoint or PEFT has them.
+        """
         from vllm.lora.layers import BaseLayerWithLoRA
 
         model = self.model_runner.get_model()
         packed = getattr(model, "packed_modules_mapping", {})
-        names = {
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if isinstance(module, BaseLayerWithLoRA)
-        }
-        return sorted({part for name in names - _EMBEDDINGS for part in packed.get(name, [name])})
+        adapted = set[str]()
+        for name, module in model.named_modules():
+            parent, dot, last = name.rpartition(".")
+            if isinstance(module, BaseLayerWithLoRA) and last not in _EMBEDDINGS:
+                adapted |= {f"{parent}{dot}{part}" for part in packed.get(last, [last])}
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        renamed = mapper.get_rename_mapper().map_name if mapper is not None else str
+        found = [str(renamed(f"{name}.weight")).removesuffix(".weight") for name in names]
+        return [name if name in adapted else "" for name in found]
 
     def init_transfer(self, init_info: dict[str, Any]) -> str:
         """Joins the trainer. Returns why that failed, or an empty string."""
