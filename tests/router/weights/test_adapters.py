@@ -134,6 +134,25 @@ async def test_an_adapter_that_every_engine_refuses_is_dropped_and_nothing_chang
         await engine.until_holding(("math", 2), ("math", 3))
 
 
+async def test_an_offered_revision_drops_no_earlier_one_before_an_engine_holds_it(
+    router: ServiceProcess, tmp_path: Path
+) -> None:
+    async with AsyncExitStack() as stack:
+        engine = await engine_with_room(stack, router.address, "engine")
+        for version in (1, 2):
+            await push(router.address, "math", version)
+        engine.hangs.clear()
+        pushing = asyncio.create_task(push(router.address, "math", 3))
+        await until(lambda: len(list(tmp_path.rglob("*.safetensors"))) == 3)
+        late = await engine_with_room(stack, router.address, "late")
+        await late.until_holding(("math", 1), ("math", 2))
+        assert await retained(router.address) == [("math", 1), ("math", 2)]
+        engine.hangs.set()
+        await pushing
+        for one in (engine, late):
+            await one.until_holding(("math", 2), ("math", 3))
+
+
 async def test_a_push_is_repeated_by_its_request_id_and_a_version_is_used_once(
     tmp_path: Path,
 ) -> None:

@@ -210,6 +210,27 @@ def _damage(folder: Path, name: str) -> None:
         opened.write(b"\xff")
 
 
+async def test_after_a_difference_without_its_base_at_one_engine_whole_weights_reach_all(
+    mesh: Mesh,
+) -> None:
+    weights = first_weights()
+    await mesh.engine("one")
+    for version in (1, 2):
+        weights = stepped(weights, version)
+        await mesh.client.push_weights(weights, version, delta=True)
+    _damage(mesh.folder / "router", "1-*.safetensors")
+    await mesh.engine("two")
+    weights = stepped(weights, 3)
+    results = await mesh.client.push_weights(weights, 3, delta=True, allow_partial=True)
+    assert [one.engine_id for one in results if one.status.code] == ["two"]
+    await mesh.until_current(3, "one")
+    weights = stepped(weights, 4)
+    await mesh.client.push_weights(weights, 4, delta=True)
+    await mesh.until_current(4, "one", "two")
+    assert mesh.kept() == [file(weights)] * 2
+    assert mesh.sent() == {4: len(file(weights))}
+
+
 async def test_a_push_that_sleeping_engines_refuse_is_followed_by_a_difference(mesh: Mesh) -> None:
     weights = first_weights()
     await mesh.engine("one")
