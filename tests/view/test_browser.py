@@ -305,6 +305,7 @@ async def test_every_control_is_reached_by_keyboard_and_has_a_name(shared: Mesh)
 SCALES = {"mask": ("train", "sampled"), "logprob": ("l1", "l2", "l3", "l4")}
 SCALES["by"] = tuple(f"{side}{at}" for side in ("above", "below") for at in (1, 2, 3, 4))
 SCALES["version"] = ("v0", "v1", "v2", "v3")
+SCALES["reason"] = tuple(f"r{at}" for at in range(8))
 
 
 async def test_all_text_and_marks_have_the_contrast_of_wcag_aa_in_both_themes(shared: Mesh) -> None:

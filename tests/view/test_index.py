@@ -159,6 +159,37 @@ def test_a_term_that_is_none_is_refused(index: Index, where: str) -> None:
             read(Selection(where=where))
 
 
+def test_a_superseded_session_is_listed_and_does_not_count_in_its_group(index: Index) -> None:
+    index.add([record("old", 9.0, group="even", superseded=True, version=1)])
+    chosen = Selection(group_id="even")
+    assert len(ids(index.sessions(chosen))) == 3
+    (group,) = index.groups(chosen)["rows"]
+    assert (group["sessions"], group["highest"], group["variance"]) == (2, 1.0, 0.0)
+
+
+def test_lag_is_of_one_run_and_shares_are_of_sessions(index: Index) -> None:
+    late = record("late", run_id="lag", version=3)
+    over = record("over", run_id="lag", version=_RUN + 1)
+    for one, first in ((late, 1), (over, 2)):
+        one.trajectories[0].version_spans.add(start=3, end=4, policy_version=first)
+    malformed = trajectory_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL
+    late.trajectories[0].segments[1].reasons.append(malformed)
+    late.trajectories[0].segments.add(start=8, end=9, node_id=3, sampled=True, reasons=[malformed])
+    index.add([late, over])
+    found = index.series(Selection(run_id="lag"))
+    assert found["lags"] == [{"lag": 2, "sessions": 1}]
+    assert found["points"][0]["malformed"] == 1.0
+    assert ids(index.sessions(Selection(where="lag=2 malformed=2"))) == ["late"]
+
+
+def test_a_session_of_a_mesh_keeps_the_reward_of_the_mesh(index: Index) -> None:
+    index.add([record("s1", 0.0)], "file")
+    index.set_rewards({"s1": 0.25})
+    rewards = {one["session_id"]: one["reward"] for one in index.sessions(Selection())["rows"]}
+    assert rewards["s1"] == 1.0
+    assert index.file_of("s1") == "file"
+
+
 def test_groups_without_rewards_come_after_those_that_stand_out(index: Index) -> None:
     index.add([record("none", None, group="none"), record("wrong", 0.0, group="wrong")])
     for order, first in (("all wrong", "wrong"), ("all right", "even")):
