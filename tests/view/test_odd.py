@@ -3,12 +3,13 @@
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
-from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
+from rollmesh.v1 import session_pb2, trajectory_pb2
 from tests.processes import running
 from tests.token_arrays import pack_tokens
 from tests.view.browser import CHROMIUM, Page, browser
@@ -58,6 +59,14 @@ def sessions() -> Iterator[session_pb2.SessionRecord]:
         equal = record(f"equal-{at}", "equal", at, 3)
         equal.reward, equal.run_id, equal.closed_unix_ms = 0.1, "equal", 2**60
         yield equal
+    superseded = record("superseded", "many", 0, SIBLINGS)
+    superseded.superseded, superseded.reward = True, 1000.0
+    yield superseded
+    for at, version in enumerate((5, 5, 5, 5, 6)):  # the last version has just begun
+        late = record(f"late-{at}")
+        late.run_id, late.closed_unix_ms = "late", 1_700_000_000_000 + at * 60_000
+        late.trajectories[0].version_spans[0].policy_version = version
+        yield late
     infinite = record("infinite")
     logprobs = np.array([0, 0, np.nan, -np.inf, -1, -2], "<f4")
     infinite.trajectories[0].tokens.logprobs_f32le = logprobs.tobytes()
@@ -86,7 +95,7 @@ def said(name: str, *messages: list[Any]) -> session_pb2.SessionRecord:
 
 
 def reasoned() -> session_pb2.SessionRecord:
-    """Four nodes of 2 tokens: the last two were given, then sampled, for reasons."""
+    """Four nodes of 2 tokens. The last two have reasons. The last begins with the template."""
     session, node = record("reasoned"), trajectory_pb2.TrajectorySegment
     session.metadata["where it ran"] = 'a "quoted" \\ place'
     exact, special = (
@@ -107,12 +116,12 @@ def reasoned() -> session_pb2.SessionRecord:
             node(start=0, end=2, node_id=1),
             node(start=2, end=4, node_id=2, sampled=True, trained=True, reasons=[exact]),
             node(start=4, end=6, node_id=3, reasons=[special]),
-            node(start=6, end=8, node_id=4, sampled=True, reasons=two),
+            node(start=6, end=7, node_id=4, reasons=two),
+            node(start=7, end=8, node_id=4, sampled=True, reasons=two),
         ]
     )
-    row.version_spans.extend(
-        sampling_pb2.VersionSpan(start=at, end=at + 2, policy_version=at) for at in (2, 6)
-    )
+    for start, end, version in ((2, 4, 2), (7, 8, 6)):
+        row.version_spans.add(start=start, end=end, policy_version=version)
     row.leaf_node_id = 4
     return session
 
@@ -148,6 +157,9 @@ async def test_advantages_are_of_the_whole_group_and_not_of_the_page(page: Page)
     )
     last = "[...document.querySelectorAll('tbody tr')].at(-1).textContent"
     assert f"{expected:.3f}" in await page.run(last)
+    await page.open("#/sessions?group_id=many&order=highest+reward", "superseded")
+    first = "document.querySelector('tbody tr').cells[5].textContent"
+    assert await page.run(first) == NONE
     await page.open("#/compare/sibling-0/sibling-1", "They share")
     assert f"advantage {expected:.3f}" in await page.run(TEXT)
     await page.open("#/sessions?group_id=equal&run_id=equal", "standard deviation")
@@ -194,6 +206,39 @@ async def test_a_run_of_one_version_and_numbers_of_any_size_are_told_as_they_are
     assert await page.run(numbers) == told
 
 
+async def test_a_version_that_has_just_begun_is_a_mark_and_no_point_of_a_curve(
+    page: Page,
+) -> None:
+    await page.open("#/run?run_id=late", "Reward")
+    figure = "document.querySelector('figure svg').getAttribute('aria-label')"
+    await page.until(f"{figure}.includes('from v5 to v5')")
+    await page.open("#/run?run_id=late&by=time", "Sampled tokens per second")
+    marks = "[...document.querySelectorAll('.event title')].map(one => one.textContent)"
+    assert set(await page.until(marks)) == {"first tokens of version 6"}
+    assert page.events == []
+
+
+async def test_a_filter_leaves_what_is_compared_and_a_page_waits_for_who_types(page: Page) -> None:
+    await page.open("#/run?compare=run_id:odd,run_id:equal", "one curve only")
+    await page.run(
+        "(one => { one.value = 'TRAIN'; one.dispatchEvent(new Event('change', {bubbles: true})); })"
+        "(document.querySelector('[name=purpose]'))"
+    )
+    await page.until("location.hash.includes('purpose=TRAIN')")
+    assert "run_id:odd,run_id:equal" in unquote(await page.run("location.hash"))
+    await page.open("#/groups", "mean reward")
+    await page.tab_to("where")
+    await page.call("Input.insertText", text="rew")
+    read = "performance.getEntriesByType('resource').filter(o => o.name.includes('groups')).length"
+    before = await page.run(read)
+    await page.run("dispatchEvent(new Event('hashchange'))")
+    await page.until(f"{read} > {before}")
+    await page.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert await page.run("document.activeElement.value") == "rew"
+    await page.run("document.activeElement.value = ''")
+    assert page.events == []
+
+
 async def test_tokens_are_coloured_by_reason_and_by_the_versions_of_the_session(
     page: Page,
 ) -> None:
@@ -206,8 +251,9 @@ async def test_tokens_are_coloured_by_reason_and_by_the_versions_of_the_session(
     await page.until(f"{tokens}.length === 8")
     shades = "one => /r\\d/.exec(one.className.replace('train', ''))?.[0] ?? ''"
     found = await page.run(f"{tokens}.map({shades})")
-    assert found == [""] * 4 + ["r0"] * 2 + ["r1"] * 2
-    assert "ORPHANED + RESTARTED" in await page.run(f"{tokens}.at(-1).title")
+    assert found == [""] * 4 + ["r0"] * 2 + ["", "r1"]
+    titles = await page.run(f"{tokens}.map(one => one.title)")
+    assert ["ORPHANED + RESTARTED" in one for one in titles] == [False] * 7 + [True]
     painted = f"new Set({tokens}.map(one => getComputedStyle(one).backgroundColor)).size"
     assert await page.run(painted) == 3
     await page.click("version")
