@@ -335,6 +335,23 @@ async def test_a_batch_that_cannot_be_written_whole_ends_the_archive_and_loses_n
     assert not list((tmp_path / "record" / "_writing").glob("*"))
 
 
+async def test_sessions_that_keep_coming_do_not_hold_back_the_first(
+    tmp_path: Path, collector: str, stub: Any
+) -> None:
+    count = 0
+    async with archive(tmp_path, collector) as process:
+
+        async def look() -> bool:
+            nonlocal count
+            await ingest_all(stub, f"{count:04}")
+            count += 1
+            return (await standing(stub)).acknowledged > 0
+
+        await until(look)
+        assert await process.terminate() == 0
+    assert recorded(tmp_path)["0000"] == 1
+
+
 async def test_many_sessions_make_files_of_bounded_size(
     tmp_path: Path, collector: str, stub: Any
 ) -> None:

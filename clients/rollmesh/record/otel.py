@@ -71,7 +71,7 @@ def _turns(record: session_pb2.SessionRecord) -> Iterator[tuple[int, _Turn]]:
 
 
 class _Said(NamedTuple):
-    """What was said at a node."""
+    """The messages of a node."""
 
     parent_id: int
     messages: list[dict[str, Any]]

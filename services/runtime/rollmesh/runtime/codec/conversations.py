@@ -20,7 +20,7 @@ class Conversation(NamedTuple):
 def arguments_of(text: Any) -> dict[str, Any] | None:
     """Returns the arguments of a call, if they are an object that every reader of JSON takes.
 
-    None for what a model may write instead: other text, NaN, half an emoji, or a deep nest.
+    None for other texts of models: no JSON, NaN, half an emoji, or a deep nest.
     """
     try:
         value = json.loads(text) if isinstance(text, str) else text
