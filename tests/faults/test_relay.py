@@ -23,6 +23,7 @@ from openai import APIConnectionError, APIStatusError
 from rollmesh.chat import Tokenizer
 from rollmesh.client import Client, Session
 from rollmesh.internal.v1 import tunnels_pb2
+from rollmesh.mesh import tunnels
 from rollmesh.mesh.tunnels import DialOut
 from rollmesh.runtime.errors import RemoteError
 from rollmesh.sidecar import relay
@@ -458,40 +459,54 @@ async def test_only_sidecars_with_a_token_may_dial_and_agents_see_the_certificat
             assert body["choices"][0]["message"]["content"] == REPLY
 
 
-async def test_an_agent_is_refused_when_a_call_ends_before_the_relay_has_answered_it(
+class Far:
+    """A sidecar that answers nothing, at a relay in this process."""
+
+    def __init__(self) -> None:
+        self.written: asyncio.Queue[tunnels_pb2.AttachResponse] = asyncio.Queue()
+        self.leaves = asyncio.Event()
+
+    async def write(self, message: tunnels_pb2.AttachResponse) -> None:
+        if self.leaves.is_set():
+            raise ConnectionResetError
+        self.written.put_nowait(message)
+
+    async def messages(self, tunnel: str = "") -> AsyncIterator[tunnels_pb2.AttachRequest]:
+        yield tunnels_pb2.AttachRequest(caller_id="far", tunnel=tunnel)
+        await self.leaves.wait()
+
+    async def dial(self, service: relay.RelayService, tunnel: str = "") -> None:
+        context: Any = self
+        await service.Attach(self.messages(tunnel), context)
+
+
+async def test_agents_are_refused_by_a_full_tunnel_and_after_its_last_call_broke_off(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers: asyncio.Queue[tunnels_pb2.AttachResponse] = asyncio.Queue()
-    leaves = asyncio.Event()
-
-    class Taken:
-        async def write(self, answer: tunnels_pb2.AttachResponse) -> None:
-            answers.put_nowait(answer)
-
-    class Lost:
-        async def write(self, _answer: tunnels_pb2.AttachResponse) -> None:
-            raise ConnectionResetError
-
-    async def messages(tunnel: str = "") -> AsyncIterator[tunnels_pb2.AttachRequest]:
-        yield tunnels_pb2.AttachRequest(caller_id="far", tunnel=tunnel)
-        await leaves.wait()
-
-    taken: Any = Taken()
-    lost: Any = Lost()
-    service = relay.RelayService(relay.RelayConfig(http_port=0))
+    monkeypatch.setattr(relay, "RESUME_S", 2.0)
+    monkeypatch.setattr(tunnels, "_BEAT_S", 1.5)
+    service, far = relay.RelayService(relay.RelayConfig(http_port=0)), Far()
     async with asyncio.timeout(60), service.running(""), aiohttp.ClientSession() as http:
-        port = json.loads(capsys.readouterr().out.removeprefix("HTTP "))["port"]
-        calling = asyncio.ensure_future(service.Attach(messages(), taken))
-        tunnel = (await answers.get()).tunnel
-        asking = asyncio.ensure_future(http.get(f"http://127.0.0.1:{port}/v1/models"))
-        while not (await answers.get()).frame.data:
+        url = f"http://127.0.0.1:{json.loads(capsys.readouterr().out[5:])['port']}/v1/models"
+        calling = asyncio.ensure_future(far.dial(service))
+        tunnel = (await far.written.get()).tunnel
+        asking = asyncio.ensure_future(http.get(url))
+        while not (await far.written.get()).frame.data:
             pass
-        leaves.set()
+        for _ in range(2):  # messages of a tunnel that is up for longer than one is resumed
+            assert not (await far.written.get()).frame.connection
+        monkeypatch.setattr(tunnels, "MOST_CONNECTIONS", 1)
+        async with http.get(url) as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["code"]) == (429, "overloaded")
+            assert "has 1024 requests; try again, or start more sidecars" in error["message"]
+            assert int(answer.headers["retry-after"]) >= 1
+        far.leaves.set()
         with pytest.raises(RemoteError):
             await calling
         monkeypatch.setattr(relay, "RESUME_S", 0.0)
         with pytest.raises(ConnectionResetError):
-            await service.Attach(messages(tunnel), lost)
+            await far.dial(service, tunnel)
         async with await asking as answer:
             assert (answer.status, (await answer.json())["error"]["code"]) == (503, "no_sidecar")
 

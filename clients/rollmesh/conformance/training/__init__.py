@@ -1,1 +1,1 @@
-"""Checks of what a trainer is given of an episode: the record of a session beside its answers."""
+"""Checks of the record of a session, as a trainer is given it, beside its answers."""

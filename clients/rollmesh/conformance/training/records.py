@@ -1,4 +1,4 @@
-"""What becomes of an episode in training: nothing is lost, added or joined without a label.
+"""An episode in training: nothing is lost, added, doubled, or joined without a label.
 
 Each check drives one session and compares its record with the engine's own samples. The requests
 are plain chat completions. Three ask an engine that follows a script for a special answer, by their
