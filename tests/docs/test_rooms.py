@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_942, 57),
+    "services/runtime/rollmesh/runtime": (9_952, 57),
     "services/runtime/rollmesh/mesh": (4_696, 11),
     "services/gateway/rollmesh/chat": (8_236, 40),
     "services/gateway/rollmesh/gateway": (10_975, 28),

@@ -1,13 +1,16 @@
 """Temporary folders of processes that are killed."""
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -70,6 +73,35 @@ def test_a_folder_without_a_lock_is_left_alone(temporary: Path) -> None:
     fresh.mkdir()
     with Scratch("test"):
         assert fresh.is_dir()
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_a_folder_that_is_taken_for_a_left_one_is_created_again(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, is_removed: bool
+) -> None:
+    """Another process looks when the folder is there and its lock is not held yet."""
+    flock, others = fcntl.flock, ExitStack()
+    taken: list[Path] = []
+
+    def late(file: IO[bytes], how: int) -> None:
+        if not taken:
+            taken.append(Path(file.name).parent)
+            lock = os.open(file.name, os.O_RDONLY)
+            others.callback(os.close, lock)
+            flock(lock, how)
+            if is_removed:
+                shutil.rmtree(taken[0])
+                others.close()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with others, Scratch("test") as folder:
+        assert folder.is_dir()
+        assert folder not in taken
+        others.close()
+        with Scratch("test"):
+            assert folder.is_dir()
+    assert list(temporary.iterdir()) == []
 
 
 def test_folders_of_one_process_are_apart(temporary: Path) -> None:

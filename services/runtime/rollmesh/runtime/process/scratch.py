@@ -27,10 +27,8 @@ class Scratch:
             with suppress(OSError), (left / _LOCK).open("rb") as lock:  # it may be in use
                 _take(lock)
                 shutil.rmtree(left, ignore_errors=True)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        self.path, self._lock = _locked(prefix)
         """The folder. It has a lock file, which is held as long as the process lives."""
-        self._lock = (self.path / _LOCK).open("wb")
-        _take(self._lock)
 
     def close(self) -> None:
         """Removes the folder."""
@@ -44,6 +42,18 @@ class Scratch:
     def __exit__(self, *_: object) -> None:
         """Removes the folder."""
         self.close()
+
+
+def _locked(prefix: str) -> tuple[Path, IO[bytes]]:
+    """Creates a folder, and takes its lock before another process takes it for a left one."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix))
+        lock = (path / _LOCK).open("wb")
+        with suppress(BlockingIOError):
+            _take(lock)
+            if (path / _LOCK).exists():
+                return path, lock
+        lock.close()  # the other process removes the folder
 
 
 def _take(lock: IO[bytes]) -> None:
