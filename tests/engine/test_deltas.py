@@ -94,12 +94,16 @@ def test_a_difference_makes_the_old_file_the_new_one(pair: tuple[Tensors, Tensor
 
 def test_wide_gaps_are_filled_where_that_takes_fewer_bytes() -> None:
     old = {"w": np.zeros(100_000, np.uint16)}
-    for places, width in (([5, 80_000], 4), (range(0, 100_000, 40), 1), ([3, 300, 301], 1)):
+    widest = range(7, 100_000, 255)  # the widest gaps that fit into a byte
+    cases = (([5, 80_000], 4), (range(0, 100_000, 40), 1), ([3, 300, 301], 1), (widest, 1))
+    for places, width in cases:
         new = {"w": old["w"].copy()}
         new["w"][list(places)] = 7
         found = difference(old, new)
         assert found.tensors["gaps:w"].dtype.itemsize <= width
         assert found.size <= len(list(places)) * 6 + 12
+        assert set(places) <= set(np.cumsum(found.tensors["gaps:w"], dtype=int).tolist())
+        assert (found.tensors["gaps:w"][1:] > 0).all()
 
 
 def test_a_bit_pattern_that_compares_equal_is_sent() -> None:

@@ -74,6 +74,13 @@ async def retained(router: str) -> list[tuple[str, int]]:
     return [(one.name, one.version) for model in found.models for one in model.adapters]
 
 
+async def has_left(router: str, engine_id: str) -> bool:
+    async with open_channel(router) as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        found = await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=60)
+    return engine_id not in {one.hello.replica_id for one in found.replicas}
+
+
 def engine_with_room(
     stack: AsyncExitStack, router: str, name: str, room: int = ROOM
 ) -> "asyncio.Future[NotingEngine]":
@@ -304,6 +311,7 @@ async def test_only_engines_that_hold_a_revision_are_leased_for_it(
             async with lease as grant:
                 assert grant.engine_id == "slow"
         await slow.member.leave()
+        await until(lambda: has_left(router.address, "slow"))
         waiting = asyncio.create_task(
             stack.enter_async_context(
                 leases.lease(session_id="s", adapter=adapter, deadline_ms=60_000)

@@ -167,6 +167,7 @@ async def test_of_two_trainers_that_push_at_once_one_is_refused_and_no_weights_m
         refused = [isinstance(one, StaleVersionError) for one in outcomes]
         assert sorted(refused) == [False, True]
         assert mesh.kept() == [file(theirs if refused[0] else mine)]
+        assert not list(mesh.folder.rglob("*.part"))
         # Each goes on from weights that are not the mesh's, or from those that are.
         for version, client, one in ((4, mesh.client, mine), (5, other, theirs)):
             last = stepped(one, version)

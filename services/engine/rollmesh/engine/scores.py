@@ -1,4 +1,4 @@
-"""Scores of given tokens, and what is asked for: plain data."""
+"""Scores of given tokens, and requests for them: plain data."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
