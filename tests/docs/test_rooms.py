@@ -15,7 +15,7 @@ CEILINGS = {
     "services/collector/rollmesh/scorer": (363, 6),
     "clients/rollmesh/sidecar": (5_873, 17),
     "clients/rollmesh/client": (7_384, 24),
-    "clients/rollmesh/record": (3_388, 13),
+    "clients/rollmesh/record": (3_391, 13),
     "clients/rollmesh/batches": (1_092, 6),
     "clients/rollmesh/integrations": (4_658, 23),
     "clients/rollmesh/launch": (603, 4),

@@ -350,8 +350,18 @@ def test_a_batch_that_parquet_cannot_hold_leaves_no_files(
     assert len(list((tmp_path / "_set_aside").glob("*.binpb"))) == len(every_kind())
     assert not list(tmp_path.rglob("*.parquet"))
     monkeypatch.undo()
-    write(tmp_path, *every_kind())
-    assert len(list(read_records(tmp_path))) == len(every_kind())
+    sessions = every_kind()  # again, with a release that can, and with other rewards
+    for one in sessions:
+        if one.HasField("reward"):
+            one.reward = 7.0
+    write(tmp_path, *sessions)
+    with Writer(tmp_path) as writer:
+        for one in every_kind():
+            writer.change(one)
+        writer.commit()
+    assert {one.session_id: one for one in read_records(tmp_path)} == {
+        one.session_id: one for one in every_kind()
+    }
 
 
 def test_every_field_of_the_protocol_has_a_column() -> None:

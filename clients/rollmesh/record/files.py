@@ -237,6 +237,9 @@ class Writer:
                 rows[:] = [row for row in rows if row["session_id"] not in self.refused]
             if not rows:
                 del self._rows[table, day]
+        for key, last in list(self._late.items()):
+            if key[0] in self.refused and not last.was_read:
+                del self._late[key]  # it was delivered with these rewards, and is not kept
         return bool(self.refused)
 
     def _write(self) -> None:
