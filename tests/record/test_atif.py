@@ -135,6 +135,8 @@ async def test_parallel_calls_have_their_results_in_the_step_that_called(
     copied = [step.get("is_copied_context", False) for step in branch["steps"]]
     assert copied == [True, True, True, False, False]
     assert branch["steps"][-1]["message"] == "Another end."
+    own = branch["steps"][-1]["metrics"]["completion_tokens"]
+    assert branch["final_metrics"]["total_completion_tokens"] == own
 
 
 async def test_sub_agents_are_embedded_and_compactions_continue(mesh: Mesh, tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ async def test_a_sub_agent_of_a_sub_agent_is_embedded_in_it(mesh: Mesh, tmp_path
         await agent.ask("b1", inner)
         await agent.ask("a2", [*outer, user("go on")])
         await agent.ask("m2", [*messages, user("go on")])
-        edges = [("m1", "a1"), ("a1", "b1"), ("b1", "a2")]
+        edges = [("b1", "a2"), ("m1", "a1"), ("a1", "b1")]
         declared = [(source, target, "subagent_call") for source, target in edges]
         await client.declare_lineage(session, declared)
     (main,) = written(await stored(mesh, session), tmp_path)

@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.batches import rows_of
 from rollmesh.client import Client, SessionResult, SubscribeOptions
-from rollmesh.record import read_sessions
+from rollmesh.record import aside, read_sessions
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import InvalidFieldError, SessionDamagedError
 from rollmesh.runtime.runs import number_of
@@ -427,14 +427,18 @@ def test_a_folder_holds_a_hundred_sessions_that_were_set_aside(tmp_path: Path) -
     session = shared_prefix()
     session.trajectories[1].tokens.token_ids_u32le = bytes(24)
     with Writer(tmp_path) as writer:
-        for at in range(101):
+        for at in (*range(100), 0):  # one comes again
             session.session_id = f"poison-{at}"
             writer.add(session)
-            if at < 100:
-                writer.commit()
+            writer.commit()
+        session.session_id = "poison-100"
+        writer.add(session)
         with pytest.raises(InvalidFieldError, match="1 of 1 sessions cannot be written, and 100"):
             writer.commit()
     assert len(list((tmp_path / "_set_aside").glob("*.binpb"))) == 100
+    long = [aside.name_of("é" * 128 + end) for end in "ab"]  # ids as names of files
+    assert max(map(len, long)) < 255
+    assert len(set(long)) == 2
 
 
 def test_a_session_that_comes_again_adds_only_its_rewards(tmp_path: Path) -> None:
