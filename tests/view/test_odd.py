@@ -16,7 +16,7 @@ from tests.view.browser import CHROMIUM, Page, browser
 
 pytest.importorskip("pyarrow")
 from rollmesh.record.files import Writer
-from tests.collector.records import record, with_messages
+from tests.collector.records import record, trajectory, with_messages
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -68,7 +68,8 @@ def sessions() -> Iterator[session_pb2.SessionRecord]:
         late.trajectories[0].version_spans[0].policy_version = version
         yield late
     infinite = record("infinite")
-    logprobs = np.array([0, 0, np.nan, -np.inf, -1, -2], "<f4")
+    infinite.trajectories[0].CopyFrom(trajectory("infinite", 9))
+    logprobs = np.array([0, 0, np.nan, -np.inf, -0.05, -0.5, -1, -3, -5], "<f4")
     infinite.trajectories[0].tokens.logprobs_f32le = logprobs.tobytes()
     yield infinite
     yield said("shapes", *SHAPES)
@@ -184,9 +185,14 @@ async def test_rewards_and_log_probabilities_that_are_no_numbers_leave_the_pages
         assert "NaN" not in drawn
         assert "Infinity" not in drawn
     await page.click("Tokens")
-    titles = "[...document.querySelectorAll('.tokens b')].map(one => one.title)"
-    await page.until(f"{titles}.length === 6")
-    assert ["log-prob" in one for one in await page.run(titles)] == [False] * 4 + [True] * 2
+    await page.click("log-probability")
+    tokens = "[...document.querySelectorAll('.tokens.logprob b')]"
+    await page.until(f"{tokens}.length === 9")
+    titles = await page.run(f"{tokens}.map(one => one.title)")
+    assert ["log-prob" in one for one in titles] == [False] * 4 + [True] * 5
+    shades = await page.run(f"{tokens}.map(one => /l\\d/.exec(one.className)?.[0] ?? '')")
+    assert shades == [""] * 5 + ["l1", "l2", "l3", "l4"]
+    await page.click("trained")
     await page.click("Tokens")
     assert page.events == []
 
@@ -218,7 +224,9 @@ async def test_a_version_that_has_just_begun_is_a_mark_and_no_point_of_a_curve(
     assert page.events == []
 
 
-async def test_a_filter_leaves_what_is_compared_and_a_page_waits_for_who_types(page: Page) -> None:
+async def test_a_filter_leaves_the_comparison_and_a_page_waits_for_a_typing_reader(
+    page: Page,
+) -> None:
     await page.open("#/run?compare=run_id:odd,run_id:equal", "one curve only")
     await page.run(
         "(one => { one.value = 'TRAIN'; one.dispatchEvent(new Event('change', {bubbles: true})); })"
@@ -230,12 +238,21 @@ async def test_a_filter_leaves_what_is_compared_and_a_page_waits_for_who_types(p
     await page.tab_to("where")
     await page.call("Input.insertText", text="rew")
     read = "performance.getEntriesByType('resource').filter(o => o.name.includes('groups')).length"
-    before = await page.run(read)
-    await page.run("dispatchEvent(new Event('hashchange'))")
-    await page.until(f"{read} > {before}")
-    await page.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    assert await page.run("document.activeElement.value") == "rew"
-    await page.run("document.activeElement.value = ''")
+    frames = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    mark = (
+        "document.activeElement.value = ''; document.activeElement.blur();"
+        "getSelection().selectAllChildren(document.querySelector('h1'))"
+    )
+    for using, kept, text in (
+        ("", "document.activeElement.value", "rew"),
+        (mark, "getSelection().toString()", "Groups"),
+    ):
+        before = await page.run(using + f"; {read}")
+        await page.run("dispatchEvent(new Event('hashchange'))")
+        await page.until(f"{read} > {before}")
+        await page.run(frames)
+        assert await page.run(kept) == text
+    await page.run("getSelection().empty()")
     assert page.events == []
 
 

@@ -69,7 +69,9 @@ async def test_a_record_is_shown_without_a_mesh(tmp_path: Path) -> None:
     pictured = with_images(record("pictured", "g", 0, 2), b"cat")
     said = with_messages(record("said", "g", 1, 2))
     said.messages[0].data = b'[{"role": "user", "content": "sort the shelves"}]'
-    write(tmp_path / "record", pictured, said, evaluated("exam"))
+    drawn = with_images(evaluated("exam"), b"<svg/>")
+    drawn.images[0].media_type = "image/svg+xml"  # may hold a script
+    write(tmp_path / "record", pictured, said, drawn)
     async with viewer(tmp_path) as http:
         await sessions_are(http, "pictured", "said", "exam")
         groups = {one["group_id"]: one["sessions"] for one in (await get(http, "groups"))["rows"]}
@@ -83,6 +85,8 @@ async def test_a_record_is_shown_without_a_mesh(tmp_path: Path) -> None:
         assert shown["nodes"][0]["messages"][0]["content"] == "sort the shelves"
         (image,) = (await get(http, "session/pictured"))["images"]
         assert (await http.get(f"/api/session/pictured/images/{image['sha256']}")).content == b"cat"
+        hostile = drawn.images[0].sha256
+        assert (await http.get(f"/api/session/exam/images/{hostile}")).status_code == 404
         assert (await http.get("/api/session/other")).status_code == 404
         for name in OF_MESH:
             answer = await http.get(f"/api/{name}")

@@ -81,7 +81,7 @@ class Record:
         )
 
     def notes(self) -> list[str]:
-        """Returns what the pages say: files to read, and what is damaged."""
+        """Returns the sentences for the pages: files to read, and damaged ones."""
         found = [self._error] if self._error else []
         if self._left:
             found.append(f"The record has {self._left} more files, which are being read.")

@@ -429,14 +429,15 @@ async function show() {
   } catch (error) {
     if (mine !== turn) return;
     if (error instanceof Refused && error.status === 401) {
-      main.dataset.at = "";
+      delete main.dataset.at;
       main.replaceChildren(...loginPage());
       return;
     }
     live = again || 5000;
     if (main.dataset.at === location.hash) state.textContent = `not live: ${error.message}`;  // what was shown stays
     else {
-      state.textContent = main.dataset.at = "";
+      state.textContent = "";
+      delete main.dataset.at;
       main.replaceChildren(h("h1", {}, "This page cannot be shown"), h("p", { class: "error", role: "alert" }, error.message),
         FILTERS[page] && choices.sentences ? filters(page, query) : "");
     }
