@@ -106,7 +106,7 @@ async def test_the_newest_revisions_of_each_name_are_retained_and_late_engines_g
         assert late.files == {one: data_of(*one) for one in kept}
 
 
-async def test_a_router_that_restarts_brings_what_it_kept_and_unloads_everything_else(
+async def test_a_router_that_restarts_brings_its_revisions_and_unloads_everything_else(
     tmp_path: Path,
 ) -> None:
     async with AsyncExitStack() as stack:
