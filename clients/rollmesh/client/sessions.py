@@ -56,6 +56,7 @@ from rollmesh.v1.sampling_pb2 import AdapterChoice
 
 # Rewards of a session, of its trajectories and of its turns.
 
+_RULE = trajectory_pb2.LineageRule.DESCRIPTOR
 REWARD_NAMES = frozenset({"reward", "trajectory_rewards", "turn_rewards"})
 """What `read_rewards` reads from a mapping."""
 _ANSWER = "chatcmpl-"
@@ -710,6 +711,8 @@ class Trajectory:
     """The columns that the session asked for: sampling support, routed experts."""
     lineage_source: str = "RULE"
     """Who labelled the branch: DECLARED by the agent's edges, HEADER of a request, RULE."""
+    lineage_rule: str = ""
+    """The rule that did, such as OTHER_SYSTEM. Empty if none did, or one of an earlier release."""
 
     @property
     def segments(self) -> tuple[trajectory_pb2.TrajectorySegment, ...]:
@@ -756,6 +759,7 @@ class Trajectory:
                 trajectory_pb2.LineageSource.DESCRIPTOR,
                 proto.lineage_source or trajectory_pb2.LINEAGE_SOURCE_RULE,
             ),
+            name_of(_RULE, proto.lineage_rule) if proto.lineage_rule else "",
         )
 
 

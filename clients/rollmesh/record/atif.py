@@ -162,6 +162,7 @@ def _document(session: SessionResult, one: Trajectory, found: Conversation | Non
     ours = {
         "lineage": one.lineage,
         "lineage_source": one.lineage_source,
+        "lineage_rule": one.lineage_rule,
         "reasons": list(one.reasons),
         "reward": session.reward if one.reward is None else one.reward,
         "outcome": session.outcome,

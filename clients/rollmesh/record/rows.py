@@ -28,9 +28,10 @@ _NOT_IN_ROWS = {"trajectories", "abandoned", "reward", "metadata"}
 """Of a session's summary. An abandoned seat has no rows. A row has its rewards by other names."""
 _NODE = ("node_id", "parent_index", "start", "end", "scaffold_tokens")
 _OF_A_TRAJECTORY = (
-    *("trajectory_id", "lineage", "lineage_source"),
+    *("trajectory_id", "lineage", "lineage_source", "lineage_rule"),
     *("prompt_tokens", "trajectory_reward"),
 )
+_RULE = trajectory_pb2.LineageRule.DESCRIPTOR
 _Write: TypeAlias = Callable[[dict[str, Any]], object]
 """Writes a row to the file."""
 _Sequence: TypeAlias = trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree
@@ -50,6 +51,7 @@ def rows_of(
             "trajectory_id": one.trajectory_id,
             "lineage": name_of(trajectory_pb2.Lineage.DESCRIPTOR, one.lineage),
             "lineage_source": name_of(trajectory_pb2.LineageSource.DESCRIPTOR, one.lineage_source),
+            "lineage_rule": name_of(_RULE, one.lineage_rule) if one.lineage_rule else None,
             "prompt_tokens": one.prompt_tokens,
             "trajectory_reward": one.reward if one.HasField("reward") else None,
             "nodes": None,
@@ -320,7 +322,8 @@ def _parquet(part: Path) -> Iterator[_Write]:
             **dict.fromkeys(("sample_index", "group_size"), whole),
             **dict.fromkeys(("outcome", "purpose", "model", "capture"), text),
             "superseded": arrow.bool_(),
-            **dict.fromkeys(("trajectory_id", "lineage", "lineage_source", "text"), text),
+            **dict.fromkeys(("trajectory_id", "lineage", "lineage_source"), text),
+            **dict.fromkeys(("lineage_rule", "text"), text),
             "sampled_texts": arrow.list_(text),
             "reasons": arrow.list_(text),
             **dict.fromkeys(("turns", "prompt_tokens"), whole),

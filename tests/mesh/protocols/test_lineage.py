@@ -71,6 +71,7 @@ async def test_requests_of_every_protocol_are_named_and_edges_come_by_the_route(
     found = {one.segments[-1].model_request_ids[0]: one for one in result.trajectories}
     assert (found["m1"].lineage, found["m1"].lineage_source) == ("MAIN", "RULE")
     assert (found["s1"].lineage, found["s1"].lineage_source) == ("SUB_AGENT", "DECLARED")
+    assert (found["m1"].lineage_rule, found["s1"].lineage_rule) == ("MAIN_PATH", "")
     attempt = found["attempt"]
     assert (attempt.lineage, attempt.lineage_source) == ("COMPACTION", "DECLARED")
     assert "COMPACTION_REJECTED" in attempt.reasons
