@@ -10,10 +10,11 @@ from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 from tests.engine.engines import Engine
 from tests.processes import running
-from tests.waiting import until
+from tests.waiting import until_says
 
 TOKENS = 100_000
 FLAGS = {"backend": "scripted", "lease_capacity": 1, "reply_tokens": TOKENS}
+ENDED = "does not read the stream"
 
 
 async def rest(call: Any) -> None:
@@ -34,15 +35,12 @@ async def test_a_generation_that_nobody_reads_ends_and_frees_its_slot(tmp_path: 
         request = engine.request(TOKENS, 64, top_logprobs=20)
         begin = engine_pb2.BeginGeneration(number=1, request=request)
         call = stub.Generations(iter([engine_pb2.GenerationsRequest(begin=[begin])]))
-        await engine.until(lambda info: info.running > 0)
+        log = tmp_path / "engine.log"
+        await engine.until(lambda info: info.running > 0 or ENDED in log.read_text())
         assert len((await engine.generate(engine.request(8, 4))).ids) == 8  # it waits for the slot
         info = await engine.info()
         assert (info.running, info.waiting) == (0, 0)
-
-        async def is_ended() -> bool:
-            return "does not read the stream" in (tmp_path / "engine.log").read_text()
-
-        await until(is_ended)
+        await until_says(log, ENDED)
         with pytest.raises(DeadlineError, match="read nothing of the stream for 4 s"):
             await rest(call)
         assert len((await engine.generate(request)).ids) == TOKENS  # under the same id
