@@ -159,7 +159,9 @@ async def test_sub_agents_are_embedded_and_compactions_continue(mesh: Mesh, tmp_
     (result,) = main["steps"][1]["observation"]["results"]
     (reference,) = result["subagent_trajectory_ref"]
     assert reference["trajectory_id"] == sub["trajectory_id"]
-    assert compacted["extra"]["rollmesh"]["lineage"] == "COMPACTION"
+    labels = [one["extra"]["rollmesh"] for one in (main, compacted)]
+    assert [one["lineage"] for one in labels] == ["MAIN", "COMPACTION"]
+    assert [one["lineage_rule"] for one in labels] == ["MAIN_PATH", ""]  # the other is declared
     assert main["continued_trajectory_ref"] == f"{compacted['trajectory_id']}.json"
     assert "is_copied_context" not in compacted["steps"][-1]
 

@@ -14,7 +14,7 @@ from rollmesh.collector.log import join, read_head, split
 from rollmesh.record.rows import rows_of, sft_rows_of, write_rows
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
+from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2, trajectory_pb2
 from tests.collector.collectors import TIMEOUT_S, create_or_update, ingest_all
 from tests.collector.records import (
     add_columns,
@@ -100,6 +100,13 @@ async def test_export_writes_a_row_for_each_trajectory(
     assert nobody.stdout.startswith("0 sessions"), nobody.stderr
     unknown = export(collector, path, "--consumer", "x")
     assert (unknown.returncode, "'x' is not known" in unknown.stderr) == (1, True)
+
+
+def test_a_row_names_the_rule_that_labelled_its_branch() -> None:
+    session = record("a")
+    assert [row["lineage_rule"] for row in rows_of(session)] == [None]
+    session.trajectories[0].lineage_rule = trajectory_pb2.LINEAGE_RULE_TITLE_TOOL
+    assert [row["lineage_rule"] for row in rows_of(session)] == ["TITLE_TOOL"]
 
 
 async def test_an_export_has_the_sessions_and_texts_that_were_asked_for(

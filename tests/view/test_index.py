@@ -8,6 +8,7 @@ from rollmesh.view import Index, Selection
 from rollmesh.view.sessions import closed_session
 
 _RUN = 10**12
+_EVAL = session_pb2.SESSION_PURPOSE_EVAL
 _CUT = trajectory_pb2.FIDELITY_REASON_LENGTH_CUT
 
 
@@ -49,7 +50,7 @@ def index() -> Index:
             record("s3", 0.0, group="mixed", version=2, metadata={"task": "sort the shelves"}),
             record("s4-cut", 1.0, group="mixed", version=_RUN + 1, closed_unix_ms=9_000),
             record("s5", None, run_id="b", closed_unix_ms=5_000, reward_timeout_ms=1_000),
-            record("s6", None, run_id="c", closed_unix_ms=5_000),
+            record("s6", None, run_id="c", closed_unix_ms=5_000, purpose=_EVAL),
         ]
     )
     return found
@@ -61,6 +62,7 @@ def ids(found: dict[str, list[dict[str, str]]]) -> list[str]:
 
 def test_sessions_are_found_by_field_by_reason_and_by_word(index: Index) -> None:
     assert ids(index.sessions(Selection(run_id="b"))) == ["s5"]
+    assert ids(index.sessions(Selection(purpose="EVAL"))) == ["s6"]
     assert ids(index.sessions(Selection(reason="LENGTH_CUT"))) == ["s4-cut"]
     assert ids(index.sessions(Selection(words="shel sort"))) == ["s3"]
     assert ids(index.sessions(Selection(words='she"l'))) == []
@@ -111,6 +113,7 @@ def test_groups_that_stand_out_come_first(index: Index, order: str, first: str) 
         ({"outcome": "FAILED"}, []),
         ({"words": "shelves", "reason": "LENGTH_CUT"}, []),
         ({"run_id": "b"}, []),
+        ({"purpose": "EVAL"}, []),
     ],
 )
 def test_a_group_with_one_session_that_is_meant_is_there_with_all_of_them(
