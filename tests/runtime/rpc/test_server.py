@@ -116,17 +116,15 @@ async def test_reflection_lists_the_services_if_it_is_on() -> None:
     assert names >= {NAME, OTHER, "grpc.health.v1.Health"}
 
 
-async def test_reflection_is_off_by_default() -> None:
+@pytest.mark.parametrize(
+    "method", ["reflection.v1alpha.ServerReflection/ServerReflectionInfo", "health.v1.Health/List"]
+)
+async def test_reflection_is_off_by_default(method: str) -> None:
     async with served(ScriptedService()) as (channel, _):
-        untyped_channel: Any = channel
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(untyped_channel)
-        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        # As one message: a stream that is refused while it writes may lose the status in grpc.
+        call: Any = channel.unary_unary(f"/grpc.{method}")
         with pytest.raises(RemoteError) as caught, typed_errors():
-            await stub.ServerReflectionInfo(iter([request]), timeout=60).read()
-        assert caught.value.code == "UNIMPLEMENTED"
-        method: Any = channel.unary_unary("/grpc.health.v1.Health/List")
-        with pytest.raises(RemoteError) as caught, typed_errors():
-            await method(b"", timeout=60)
+            await call(b"", timeout=60)
         assert caught.value.code == "UNIMPLEMENTED"
 
 
