@@ -31,8 +31,7 @@ from transformers import Qwen3ForCausalLM
 from benchmarks.harness.systems import read_line, run_process
 from examples.demo.policy import CONTEXT_TOKENS, make_policy
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.mesh.engines import EngineClients
-from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh import EngineClients, LeaseClient
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _PUSHES, _GENERATIONS, _RANK = 5, 4, 16

@@ -35,9 +35,9 @@ from benchmarks.harness.load import Conversation, Load
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.systems import make_model, read_line, run_process
 from benchmarks.harness.workload import Shape, reply_text, user_text, vocabulary
-from rollmesh.cli.up import free_ports
+from rollmesh.cli import free_ports
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.launch.plan import plan_mesh
+from rollmesh.launch import plan_mesh
 from rollmesh.runtime.config import read_mesh
 from rollmesh.v1 import gateway_pb2, trajectory_pb2
 

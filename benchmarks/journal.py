@@ -23,11 +23,17 @@ import numpy as np
 import openai
 
 from rollmesh.chat import Message, make_context
-from rollmesh.gateway import journal
-from rollmesh.gateway.config import GatewayConfig
-from rollmesh.gateway.journal import Journal
-from rollmesh.gateway.session import AnswerReceipt, SessionSpec
-from rollmesh.gateway.tree import Node, Sample, Tree
+from rollmesh.gateway import (
+    AnswerReceipt,
+    GatewayConfig,
+    Journal,
+    Node,
+    Sample,
+    SessionSpec,
+    Tree,
+    insert_session,
+    insert_turn,
+)
 from rollmesh.v1 import sampling_pb2
 from tests.collector.postgres_server import postgres_database
 from tests.fleets import gateway_fleet
@@ -66,12 +72,12 @@ def turn(tree: Tree, at: int) -> list[Node]:
 async def commit(store: Journal, session_id: str, count: int) -> list[float]:
     """Commits turns of one session one after another. Returns the time of each, milliseconds."""
     tree, times = Tree(frozenset({2})), list[float]()
-    await store.run(lambda tx: journal.insert_session(tx, SessionSpec(session_id, 0)))
+    await store.run(lambda tx: insert_session(tx, SessionSpec(session_id, 0)))
     receipt = AnswerReceipt("chatcmpl-0", "f" * 64, "", 0)
     for at in range(count):
         nodes = turn(tree, at)
         began = time.perf_counter()
-        await store.run(lambda tx: journal.insert_turn(tx, session_id, nodes, receipt))  # noqa: B023
+        await store.run(lambda tx: insert_turn(tx, session_id, nodes, receipt))  # noqa: B023
         times.append((time.perf_counter() - began) * 1000)
     return times
 

@@ -35,7 +35,7 @@ from benchmarks.harness.converse import converse
 from benchmarks.harness.measure import at_rest, cpu_ms
 from benchmarks.harness.systems import Mesh, make_model, read_line, run_process, running_mesh
 from benchmarks.harness.workload import user_text, vocabulary
-from rollmesh.cli.up import free_ports
+from rollmesh.cli import free_ports
 from rollmesh.client import Client, MeshAddresses, Session
 from rollmesh.integrations.harbor import Connector
 from rollmesh.v1 import gateway_pb2

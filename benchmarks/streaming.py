@@ -23,10 +23,9 @@ from statistics import median
 import numpy as np
 
 from benchmarks.harness.systems import read_line, run_process
-from rollmesh.mesh.engines import EngineClient, EngineClients
-from rollmesh.mesh.failover import COLLECT_MS, MOST_COLLECTED_TOKENS
-from rollmesh.runtime.codec.arrays import pack_ids
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.mesh import COLLECT_MS, MOST_COLLECTED_TOKENS, EngineClient, EngineClients
+from rollmesh.runtime.codec import pack_ids
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.models import make_model_dir
 

@@ -25,7 +25,7 @@ import httpx2
 import numpy as np
 
 from benchmarks.harness.systems import make_model
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import (
     collector_pb2,
     collector_pb2_grpc,

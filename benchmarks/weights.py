@@ -29,8 +29,7 @@ from transformers import Qwen3ForCausalLM
 
 from benchmarks.adapter import Load, services
 from examples.demo.policy import CONTEXT_TOKENS, make_policy
-from rollmesh.client import Client, WeightDeltas
-from rollmesh.client.weights import file_of
+from rollmesh.client import Client, WeightDeltas, file_of
 
 _PUSHES = 3
 _RATES = {"": 1e-6, "_demo": 4e-4}

@@ -30,8 +30,7 @@ from examples.demo.mesh import running_mesh
 from examples.demo.policy import CONTEXT_TOKENS, make_policy
 from examples.demo.run import AGENT_TIMEOUT_S, DELIVERY_TIMEOUT_S, Agents, Plan, shared_client
 from rollmesh.batches import rows_of
-from rollmesh.client import Client, MeshAddresses, Scores
-from rollmesh.client.rollouts import rollout
+from rollmesh.client import Client, MeshAddresses, Scores, rollout
 
 _TOP_K = 32
 _RATE, _GRADIENT_CLIP = 5e-4, 1.0

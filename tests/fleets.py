@@ -11,8 +11,8 @@ import openai
 
 from rollmesh.chat import Tokenizer
 from rollmesh.client import Client, MeshAddresses, Session, SessionResult
-from rollmesh.mesh.directory import journal_of
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.mesh import journal_of
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2, router_pb2_grpc
 from tests.collector.postgres_server import Database, postgres_database
 from tests.meshes import Mesh, write_script

@@ -6,10 +6,9 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
 
-from rollmesh.runtime.access.identity import CallerConfig, Identity
-from rollmesh.runtime.access.tokens import make_tokens, write_private
+from rollmesh.runtime.access import CallerConfig, Identity, make_tokens, write_private
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 
 STRANGER = "a stranger"
 INTRUDER = "an intruder"

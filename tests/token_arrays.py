@@ -1,6 +1,6 @@
 """Packs the arrays of trajectories."""
 
-from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds, pack_ids, pack_logprobs
+from rollmesh.runtime.codec import Logprobs, Mask, TokenIds, pack_ids, pack_logprobs
 from rollmesh.v1 import trajectory_pb2
 
 

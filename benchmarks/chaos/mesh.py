@@ -18,7 +18,7 @@ from benchmarks.kills.agents import Habits
 from benchmarks.kills.audit import Interval
 from benchmarks.kills.lanes import Lane
 from benchmarks.kills.matrix import Matrix, write_mesh
-from rollmesh.launch.plan import ProcessSpec, plan_mesh
+from rollmesh.launch import ProcessSpec, plan_mesh
 from rollmesh.runtime.config import read_mesh
 from tests.faults.proxy import Proxy
 from tests.processes import reserved_port

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from rollmesh.launch.plan import ProcessSpec
+from rollmesh.launch import ProcessSpec
 from tests.faults.proxy import Proxy, proxy_to
 
 _ROUTED = ("engine", "gateway", "collector", "sidecar", "agents", "trainer")

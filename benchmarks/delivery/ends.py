@@ -19,12 +19,17 @@ from benchmarks.delivery.journal import write_closed
 from benchmarks.delivery.rows import Shape, sessions
 from benchmarks.harness.memory import peak_mb
 from rollmesh.batches import ragged, rows_of, to_torch
-from rollmesh.client.deliveries import Subscription
-from rollmesh.client.sessions import Delivery
-from rollmesh.gateway.journal import Journal, ModelFiles, Transaction, open_sqlite
-from rollmesh.gateway.outbox import Outbox, count_undelivered
-from rollmesh.mesh.directory import CollectorDirectory
-from rollmesh.runtime.process.memory import keep_freed_memory
+from rollmesh.client import Delivery, Subscription
+from rollmesh.gateway import (
+    Journal,
+    ModelFiles,
+    Outbox,
+    Transaction,
+    count_undelivered,
+    open_sqlite,
+)
+from rollmesh.mesh import CollectorDirectory
+from rollmesh.runtime.process import keep_freed_memory
 from rollmesh.v1 import session_pb2
 
 _PRELOADED, _CHUNK = 2048, 256

@@ -3,12 +3,20 @@
 import numpy as np
 
 from rollmesh.chat import Message, make_context
-from rollmesh.gateway import journal, outbox
-from rollmesh.gateway.export import trajectory_ends
-from rollmesh.gateway.journal import Transaction
-from rollmesh.gateway.session import AnswerReceipt, Session, SessionSpec
-from rollmesh.gateway.tree import Sample, Tree
-from rollmesh.runtime.codec.arrays import unpack_tokens
+from rollmesh.gateway import (
+    AnswerReceipt,
+    Sample,
+    Session,
+    SessionSpec,
+    Transaction,
+    Tree,
+    close_session,
+    insert_session,
+    insert_turn,
+    stored_close,
+    trajectory_ends,
+)
+from rollmesh.runtime.codec import unpack_tokens
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 _END = 0
@@ -55,10 +63,10 @@ def write_closed(tx: Transaction, record: session_pb2.SessionRecord) -> None:
         group_size=record.group_size,
     )
     tree = tree_of(record.trajectories[0])
-    journal.insert_session(tx, spec)
+    insert_session(tx, spec)
     for node in tree.nodes.values():
         answer = AnswerReceipt(f"a{node.node_id}", "f", "", 0)
-        journal.insert_turn(tx, spec.session_id, [node], answer)
+        insert_turn(tx, spec.session_id, [node], answer)
     request = gateway_pb2.CloseSessionRequest(
         session_id=record.session_id,
         outcome=record.outcome,
@@ -66,5 +74,5 @@ def write_closed(tx: Transaction, record: session_pb2.SessionRecord) -> None:
     )
     session = Session(spec, tree)
     closed_ms = record.closed_unix_ms
-    stored = outbox.stored_close(session, request, closed_ms)
-    outbox.close_session(tx, session, stored, b"", closed_ms, trajectory_ends(session), [])
+    stored = stored_close(session, request, closed_ms)
+    close_session(tx, session, stored, b"", closed_ms, trajectory_ends(session), [])

@@ -21,7 +21,7 @@ from benchmarks.delivery.rows import Shape, sessions
 from benchmarks.harness.memory import peak_mb
 from rollmesh.batches import Rows, ragged, rows_of, to_torch
 from rollmesh.client import SessionResult
-from rollmesh.integrations.verl.queue import stacked, token_columns
+from rollmesh.integrations.verl import stacked, token_columns
 from tests.trainers.transfer_queue_server import running_queue
 
 _PARTITION = "train"

@@ -9,9 +9,8 @@ from pathlib import Path
 import grpc
 
 from benchmarks.kills.matrix import Doors
-from rollmesh.runtime.access.identity import CallerConfig, Identity
-from rollmesh.runtime.access.roles import TABLE, Role, may_call
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.access import TABLE, CallerConfig, Identity, Role, may_call
+from rollmesh.runtime.rpc import open_channel
 from tests.trial_certificates import make_certificates
 
 _Metadata = tuple[tuple[str, str], ...]

@@ -14,7 +14,7 @@ from benchmarks.fuzz.callers import Caller, Callers
 from benchmarks.fuzz.findings import Findings
 from benchmarks.fuzz.messages import Messages
 from rollmesh.runtime.errors import RemoteError
-from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.runtime.rpc import from_rpc_error
 
 _DEADLINES_S = (0.05, 0.3, 0.3, 1.0, 3.0)
 _OVER_S = 30.0

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rollmesh.runtime.access.tokens import make_tokens
+from rollmesh.runtime.access import make_tokens
 from tests.trial_certificates import make_certificates
 
 _SERVICES = ("router", "engine", "collector", "gateway", "sidecar")

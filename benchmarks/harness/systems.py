@@ -18,9 +18,9 @@ from typing import Protocol
 from benchmarks.harness.locks import lock
 from benchmarks.harness.workload import reply_text, tool_list, user_text, vocabulary
 from examples.demo.chatml import END, make_tokenizer
-from rollmesh.cli.up import free_ports
+from rollmesh.cli import free_ports
 from rollmesh.client import Client, MeshAddresses, Session
-from rollmesh.launch.plan import plan_mesh
+from rollmesh.launch import plan_mesh
 from rollmesh.runtime.config import read_mesh
 from rollmesh.v1 import gateway_pb2
 

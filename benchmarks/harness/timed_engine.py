@@ -11,11 +11,8 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from rollmesh.engine.backend import GenerateInput
-from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.scripted import ScriptedBackend
-from rollmesh.engine.service import EngineService
-from rollmesh.runtime.process.main import run_service
+from rollmesh.engine import EngineConfig, EngineService, GenerateInput, ScriptedBackend
+from rollmesh.runtime.process import run_service
 from rollmesh.v1 import engine_pb2
 
 _generate = ScriptedBackend.generate

@@ -26,9 +26,9 @@ from benchmarks.kills.audit import Audit, Interval
 from benchmarks.kills.lanes import BOUNDARIES, Lane
 from benchmarks.kills.progress import telling
 from examples.demo.chatml import make_tokenizer
-from rollmesh.cli.up import free_ports
+from rollmesh.cli import free_ports
 from rollmesh.client import Client, MeshAddresses, Session
-from rollmesh.launch.plan import plan_mesh
+from rollmesh.launch import plan_mesh
 from rollmesh.runtime.config import read_mesh
 from rollmesh.runtime.errors import RepeatConflictError, RollmeshError
 from tests.waiting import within

@@ -27,12 +27,7 @@ from benchmarks.peers.door import door
 from benchmarks.peers.engine import Engine, make_model, serving
 from benchmarks.peers.systems import ROOT, SYSTEMS, System
 from benchmarks.peers.theirs import Answers, Theirs
-from rollmesh.conformance.catalog import CHECKS
-from rollmesh.conformance.checks import Result
-from rollmesh.conformance.report import table
-from rollmesh.conformance.runner import run_checks
-from rollmesh.conformance.server import Server
-from rollmesh.conformance.training.records import RECORDS
+from rollmesh.conformance import CHECKS, RECORDS, Result, Server, run_checks, table
 from tests.conformance.test_against_rollmesh import CONTEXT, RULES
 from tests.meshes import scripted_mesh
 from tests.models import make_vision_dir

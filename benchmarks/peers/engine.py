@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from benchmarks.peers.door import listening
 from examples.demo.chatml import END, START, make_tokenizer
-from rollmesh.conformance.training.records import NO_IDS, NO_TEXT, OTHER_IDS
+from rollmesh.conformance import NO_IDS, NO_TEXT, OTHER_IDS
 
 CONTEXT = 8192
 REPLY = "Sample {}. The answer is 42, as 6 times 7 is 42. I am sure of it."

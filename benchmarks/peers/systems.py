@@ -18,9 +18,9 @@ from benchmarks.peers.engine import CONTEXT, REPLY, Engine, glue, make_model, sp
 from benchmarks.peers.ours import Ours
 from benchmarks.peers.theirs import AgentLightning, Answers, AReaL, OpenEnv, Rllm, Verifiers, logged
 from examples.demo.chatml import END
-from rollmesh.cli.up import free_ports
+from rollmesh.cli import free_ports
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.conformance.training.records import NO_TEXT, OTHER_IDS
+from rollmesh.conformance import NO_TEXT, OTHER_IDS
 from tests.mesh.requests.serve import vllm_serve
 from tests.models import make_model_dir
 

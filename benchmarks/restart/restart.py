@@ -33,11 +33,11 @@ from benchmarks.kills.matrix import write_mesh
 from benchmarks.kills.progress import telling
 from benchmarks.restart.trainer import GROUPS, KEPT, SAMPLES, checkpoints_in, digest_of
 from examples.demo.policy import CONTEXT_TOKENS, make_policy
-from rollmesh.cli.up import free_ports
+from rollmesh.cli import free_ports
 from rollmesh.client import Client, Delivery, MeshAddresses, SubscribeOptions
-from rollmesh.launch.plan import plan_mesh
+from rollmesh.launch import plan_mesh
+from rollmesh.runtime import is_stale
 from rollmesh.runtime.config import read_mesh
-from rollmesh.runtime.runs import is_stale
 from rollmesh.v1 import collector_pb2
 from rollmesh.v1.sampling_pb2 import PolicyRun
 from tests.waiting import until, within

@@ -30,8 +30,8 @@ from rollmesh.client import (
     SessionResult,
     Subscription,
     rollout_groups,
+    state_of_run,
 )
-from rollmesh.client.runs import state_of_run
 
 GROUPS, SAMPLES, KEPT = 4, 4, 3
 CONSUMER, JOB = "trainer", "job"

@@ -9,8 +9,7 @@ from statistics import median
 
 from benchmarks.harness.memory import rss_bytes
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.router.engines import Engine
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router import Engine, LeaseTable
 
 _SESSIONS = 100_000
 _HELD = 64

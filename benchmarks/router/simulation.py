@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.harness.measure import percentile
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.router.engines import Engine
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router import Engine, LeaseTable
 
 _ENGINES, _SLOTS = 4, 8
 _GROUPS, _GROUP = 18, 8

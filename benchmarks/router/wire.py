@@ -8,8 +8,7 @@ from pathlib import Path
 
 from benchmarks.harness.measure import cpu_ms
 from benchmarks.harness.systems import read_line, run_process
-from rollmesh.mesh.leases import LeaseClient
-from rollmesh.mesh.routers import Membership
+from rollmesh.mesh import LeaseClient, Membership
 from rollmesh.v1 import router_pb2
 
 _SESSIONS, _TURNS = 64, 150

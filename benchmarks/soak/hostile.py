@@ -19,7 +19,7 @@ import httpx2
 
 from rollmesh.client import Client, MeshAddresses, Session
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import (
     collector_pb2,
     gateway_pb2,

@@ -22,8 +22,7 @@ from examples.demo.grpo import Row, StepReport, Trainer
 from examples.demo.mesh import running_mesh
 from examples.demo.policy import CONTEXT_TOKENS, make_policy
 from examples.demo.tasks import Task, make_tasks, reward
-from rollmesh.client import Delivery, MeshAddresses, RolloutSummary, Session
-from rollmesh.client.runners import AgentRunner
+from rollmesh.client import AgentRunner, Delivery, MeshAddresses, RolloutSummary, Session
 
 # Long enough for a busy machine, because slow is not failed.
 _REQUEST_TIMEOUT_S = 300.0

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rollmesh.runtime.alarms import RULES, Rule
+from rollmesh.runtime import ALARM_RULES, Rule
 
 _ROOT = Path(__file__).parents[2]
 PAGE = _ROOT / "docs" / "alarms.md"
@@ -24,8 +24,8 @@ def page(text: str) -> str:
     """
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    steps = [rule for rule in RULES if rule.of_steps]
-    mesh = [rule for rule in RULES if rule.of_mesh]
+    steps = [rule for rule in ALARM_RULES if rule.of_steps]
+    mesh = [rule for rule in ALARM_RULES if rule.of_mesh]
     tables = f"{_table('of a trainer', steps)}\n{_table('of the mesh', mesh)}"
     return f"{before}{_BEGIN}\n{tables}\n{_END}{after}"
 
@@ -45,7 +45,7 @@ def prometheus() -> str:
     """Returns the rules of Prometheus. Strings of JSON are strings of YAML."""
     text = "# Made from the table of alarms by scripts/pages/alarms.py.\ngroups:\n"
     text += "  - name: rollmesh\n    rules:\n"
-    for rule in RULES:
+    for rule in ALARM_RULES:
         name = "".join(part.capitalize() for part in rule.name.split("_"))
         text += (
             f"      - alert: Rollmesh{name}\n"
@@ -65,7 +65,7 @@ def board() -> str:
     panels = [_panel("Alarms of trainers, and of `rollmesh doctor`", "See docs/alarms.md.", gauge)]
     panels += [
         _panel(rule.name, f"Raised when {rule.when}. {rule.remedy}.", rule.prometheus)
-        for rule in RULES
+        for rule in ALARM_RULES
         if "rollmesh_" in rule.prometheus
     ]
     for at, panel in enumerate(panels):

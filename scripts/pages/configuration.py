@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollmesh.collector import CollectorConfig
-from rollmesh.engine.config import EngineConfig
-from rollmesh.gateway.config import GatewayConfig
-from rollmesh.router.config import RouterConfig
+from rollmesh.engine import EngineConfig
+from rollmesh.gateway import GatewayConfig
+from rollmesh.router import RouterConfig
 from rollmesh.runtime.config import MeshConfig, Setting, describe
-from rollmesh.scorer.config import ScorerConfig
+from rollmesh.scorer import ScorerConfig
 from rollmesh.sidecar import RelayConfig, SidecarConfig
 
 CONFIGS: Mapping[str, type[Any]] = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from rollmesh.conformance.catalog import CHECKS
+from rollmesh.conformance import CHECKS
 
 RECORD = Path(__file__).parents[2] / "docs" / "conformance-vllm.json"
 _LONGEST = 120

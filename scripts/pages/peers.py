@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rollmesh.conformance.training.records import RECORDS
+from rollmesh.conformance import RECORDS
 from scripts.pages.conformance import RECORD as VLLM, cell
 
 RESULTS = Path(__file__).parents[2] / "docs" / "conformance"

@@ -6,7 +6,7 @@ python -m scripts.pages.record
 from pathlib import Path
 from typing import Any
 
-from rollmesh.record.schema import TABLES, Column
+from rollmesh.record import TABLES, Column
 
 PAGE = Path(__file__).parents[2] / "docs" / "record.md"
 _BEGIN, _END = "<!-- columns: generated -->\n", "<!-- columns: end -->\n"

@@ -5,7 +5,7 @@ python -m scripts.pages.security
 
 from pathlib import Path
 
-from rollmesh.runtime.access.roles import MEANING, OPEN, TABLE, Role
+from rollmesh.runtime.access import MEANING, OPEN, TABLE, Role
 from rollmesh.sidecar import ROUTES
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, strategies as st
 from transformers import AutoImageProcessor, Qwen2_5_VLModel
 
-from rollmesh.batches import ImageProcessor, rows_of
-from rollmesh.batches.images import grid_positions
+from rollmesh.batches import ImageProcessor, grid_positions, rows_of
 from rollmesh.client import Trajectory
-from rollmesh.runtime.codec.images import decode_image
+from rollmesh.runtime.codec import decode_image
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import trajectory_pb2
 from tests.batches.pictured import FILES, NAMES, pictured

@@ -4,7 +4,7 @@ from functools import partial
 
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.caches import ByteCache
+from rollmesh.chat import ByteCache
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12))))

@@ -17,9 +17,8 @@ import pytest
 
 from benchmarks.chaos.disks import mounted
 from rollmesh.client import Client, MeshAddresses, Observer, Session, Subscription
-from rollmesh.client.observer import __name__ as _observer
-from rollmesh.runtime.access.roles import Role
-from rollmesh.runtime.alarms import RULES, Alarm, Limits, raised
+from rollmesh.runtime import ALARM_RULES, Alarm, AlarmLimits, raised
+from rollmesh.runtime.access import Role
 from rollmesh.v1 import engine_pb2
 from tests.faults.test_lying_engines import answer
 from tests.locks import Locks
@@ -30,12 +29,12 @@ from tests.router.engines import Answers, noting_engine
 from tests.view.test_viewer import viewer
 from tests.waiting import until
 
-QUICK = Limits(patience_s=0.5, session_s=60)
+QUICK = AlarmLimits(patience_s=0.5, session_s=60)
 Act = Callable[[], Awaitable[object]]
 
 
 @asynccontextmanager
-async def observed(mesh: Mesh, limits: Limits) -> AsyncIterator[Observer]:
+async def observed(mesh: Mesh, limits: AlarmLimits) -> AsyncIterator[Observer]:
     addresses = MeshAddresses(
         router=mesh.address("router"),
         collector=mesh.address("collector"),
@@ -45,7 +44,9 @@ async def observed(mesh: Mesh, limits: Limits) -> AsyncIterator[Observer]:
         yield observer
 
 
-async def named(mesh: Mesh, name: str, act: Act | None = None, limits: Limits = QUICK) -> Alarm:
+async def named(
+    mesh: Mesh, name: str, act: Act | None = None, limits: AlarmLimits = QUICK
+) -> Alarm:
     """Looks until an alarm is raised, and does something before each look."""
     async with observed(mesh, limits) as observer:
 
@@ -91,7 +92,7 @@ async def turns(
 async def test_a_killed_collector_and_a_frozen_gateway_are_silent_and_hold_up_nothing(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{_observer}._LOOK_S", 0.5)
+    monkeypatch.setattr("rollmesh.client.observer._LOOK_S", 0.5)
     await mesh.processes["collector"].kill()
     assert (await named(mesh, "server_silent")).where == mesh.address("collector")
     await mesh.start("collector")
@@ -240,7 +241,7 @@ async def test_a_session_without_progress_and_a_consumer_that_nobody_reads_are_n
             await client.state_dict("gone")  # waits for the consumer
         async with client.session() as session:
             await say(mesh, session, "Hello.")
-            alarm = await named(mesh, "session_stalls", limits=Limits(session_s=0.05))
+            alarm = await named(mesh, "session_stalls", limits=AlarmLimits(session_s=0.05))
             assert alarm.where == session.session_id
         assert (await named(mesh, "consumer_unread")).where == "gone"
 
@@ -320,8 +321,8 @@ async def test_every_alarm_of_a_trainer_is_named_by_the_doctor_the_metrics_and_t
 
 def test_every_alarm_is_injected_into_a_mesh() -> None:
     text = Path(__file__).read_text()
-    assert [rule.name for rule in RULES if f'"{rule.name}"' not in text] == []
-    assert STEPS.keys() == {rule.name for rule in RULES if rule.of_steps}
+    assert [rule.name for rule in ALARM_RULES if f'"{rule.name}"' not in text] == []
+    assert STEPS.keys() == {rule.name for rule in ALARM_RULES if rule.of_steps}
 
 
 # The command.
@@ -440,7 +441,7 @@ async def test_a_mesh_that_is_well_raises_nothing(tmp_path: Path, tokenizer_dir:
         mesh = Mesh(tmp_path, tokenizer_dir, stack)
         await mesh.start("router")
         await mesh.start("collector")
-        observer = await stack.enter_async_context(observed(mesh, Limits(patience_s=10)))
+        observer = await stack.enter_async_context(observed(mesh, AlarmLimits(patience_s=10)))
         client = await stack.enter_async_context(mesh.client())
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(watch(observer))

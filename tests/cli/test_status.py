@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollmesh.runtime.runs import number_of
+from rollmesh.runtime import number_of
 from tests.locks import Locks
 from tests.meshes import Mesh, scripted_mesh
 

@@ -17,10 +17,17 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from rollmesh.cli.__main__ import main
-from rollmesh.cli.top import Screen, Seen, keys_of, lines, pressed, sessions_of, transcript_of
-from rollmesh.runtime.alarms import RULES, Alarm, Labels, Observation, Rule, Server
-from rollmesh.runtime.words import REASONS, label_words
+from rollmesh.cli import Screen, Seen, keys_of, lines, main, pressed, sessions_of, transcript_of
+from rollmesh.runtime import (
+    ALARM_RULES,
+    REASONS,
+    Alarm,
+    Labels,
+    Observation,
+    Rule,
+    Server,
+    label_words,
+)
 from rollmesh.v1 import collector_pb2, gateway_pb2, router_pb2, trajectory_pb2
 from tests.meshes import Mesh
 from tests.waiting import until
@@ -136,7 +143,7 @@ def test_keys_sort_filter_and_open() -> None:
     assert screen is None
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", ALARM_RULES, ids=lambda rule: rule.name)
 def test_every_alarm_is_told_whole_with_its_remedy(rule: Rule) -> None:
     screen = Screen(opened="alarms", height=60)
     text = "".join(shown(screen, alarms=[Alarm(rule.name, "here", f"It is so. {rule.remedy}")]))

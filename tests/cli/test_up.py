@@ -20,12 +20,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI
 
-from rollmesh.cli.up import Supervisor, free_ports
+from rollmesh.cli import Supervisor, free_ports
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.launch.plan import ProcessSpec
-from rollmesh.runtime.access.identity import CallerConfig, Identity
+from rollmesh.launch import ProcessSpec
+from rollmesh.runtime.access import CallerConfig, Identity
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 from tests.trial_certificates import copy_certificates
 from tests.waiting import until

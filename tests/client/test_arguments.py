@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.client import Client, Retries, Rewards, Session, Subscription, rollout
-from rollmesh.client.runners.commands import CommandRunner
+from rollmesh.client import Client, CommandRunner, Retries, Rewards, Session, Subscription, rollout
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.client.conftest import addresses_of, length, one_sample
 from tests.sidecar.scripted_gateway import ScriptedGateway

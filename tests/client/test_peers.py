@@ -10,9 +10,9 @@ import pytest
 
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh import LeaseClient
 from rollmesh.runtime.errors import RemoteError
-from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
+from rollmesh.runtime.rpc import open_channel, read_stream, typed_errors
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 from tests.collector.records import record
 

@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.client import Client
 from rollmesh.runtime.errors import EngineFaultError, InvalidFieldError, NoEngineError
-from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
+from rollmesh.runtime.rpc import Context, RpcInterceptor
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, router_pb2_grpc
 from tests.client.conftest import addresses_of
 

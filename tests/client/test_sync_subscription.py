@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.client import Client, MeshAddresses, sync
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 
 

@@ -14,8 +14,7 @@ from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from safetensors import numpy as safetensors_numpy
 
-from rollmesh.client import Client, Transfer, WeightsPushError
-from rollmesh.client.weights import CHUNK_BYTES, file_of
+from rollmesh.client import CHUNK_BYTES, Client, Transfer, WeightsPushError, file_of
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     InvalidWeightsError,
@@ -23,8 +22,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     StaleVersionError,
 )
-from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
-from rollmesh.runtime.rpc.statuses import to_status
+from rollmesh.runtime.rpc import Context, RpcInterceptor, to_status
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from tests.client.conftest import addresses_of
 from tests.router.engines import reason_of

@@ -9,9 +9,7 @@ from typing import Any
 import grpc
 
 from rollmesh.collector import CollectorConfig, CollectorService
-from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.runtime.rpc.listening import Bound
-from rollmesh.runtime.rpc.server import serve
+from rollmesh.runtime.rpc import Bound, open_channel, serve
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 from tests.collector.records import record
 

@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 
-from rollmesh.runtime.codec.columns import experts_column, support_column
+from rollmesh.runtime.codec import experts_column, support_column
 from rollmesh.v1 import chat_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from tests.token_arrays import pack_tokens
 

@@ -5,11 +5,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rollmesh.collector import Store
-from rollmesh.collector.log import Arrival, Loaded, Settlement, Unit
-from rollmesh.collector.retention import Retention
-from rollmesh.collector.settings import created
-from rollmesh.collector.sqlite import open_sqlite
+from rollmesh.collector import (
+    Arrival,
+    Loaded,
+    Retention,
+    Settlement,
+    Store,
+    Unit,
+    created,
+    open_sqlite,
+)
 from rollmesh.runtime.errors import ConsumerExistsError
 from rollmesh.v1 import collector_pb2 as pb, session_pb2, trajectory_pb2
 from tests.collector.records import record
@@ -28,8 +33,8 @@ async def sqlite_store(folder: Path, retention: Retention = KEEP) -> AsyncIterat
 async def postgres_store(
     url: str, retention: Retention = KEEP, **limits: int
 ) -> AsyncIterator[Store]:
-    from rollmesh.collector.postgres import open_postgres as open_
-    from rollmesh.runtime.postgres import Limits
+    from rollmesh.collector import open_postgres as open_
+    from rollmesh.runtime import Limits
 
     async with open_(url, retention, Limits(**limits)) as store:
         yield store

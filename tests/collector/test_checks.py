@@ -8,9 +8,9 @@ import grpc
 import numpy as np
 import pytest
 
-from rollmesh.runtime.codec.arrays import pack_logprobs
+from rollmesh.runtime.codec import pack_logprobs
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.runtime.rpc import from_rpc_error
 from rollmesh.v1 import collector_pb2, session_pb2
 from tests.collector.collectors import (
     GROUP,

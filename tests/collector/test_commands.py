@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.commands import read_position
+from rollmesh.collector import read_position
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc
 from tests.collector.collectors import GROUP, TIMEOUT_S, ingest_all, subscribing
 from tests.collector.postgres_server import postgres_database

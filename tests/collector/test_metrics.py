@@ -2,8 +2,15 @@
 
 from prometheus_client import REGISTRY
 
-from rollmesh.collector import metrics
-from rollmesh.collector.log import Verdict
+from rollmesh.collector import (
+    ACKNOWLEDGED,
+    DELIVERIES,
+    LEASED,
+    READY,
+    Verdict,
+    count_filtered,
+    forget,
+)
 from rollmesh.v1 import collector_pb2 as pb
 
 
@@ -20,15 +27,15 @@ def labelled(consumer: str) -> set[str]:
 def test_nothing_is_kept_of_a_consumer_that_is_deleted() -> None:
     removed = pb.RemovedTrajectories(session_id="s", reason=pb.FILTER_REASON_TURNS, count=2)
     for name in ("gone", "here"):
-        metrics.DELIVERIES.labels(name, "first").inc()
-        metrics.DELIVERIES.labels(name, "again").inc()
-        metrics.ACKNOWLEDGED.labels(name).inc()
-        metrics.READY.labels(name).set(1)
-        metrics.LEASED.labels(name).set(1)
-        metrics.count_filtered(name, Verdict(pb.FILTER_REASON_NOTHING_LEFT, [], [removed]))
+        DELIVERIES.labels(name, "first").inc()
+        DELIVERIES.labels(name, "again").inc()
+        ACKNOWLEDGED.labels(name).inc()
+        READY.labels(name).set(1)
+        LEASED.labels(name).set(1)
+        count_filtered(name, Verdict(pb.FILTER_REASON_NOTHING_LEFT, [], [removed]))
     before = labelled("gone")
     assert len(before) >= 5
-    metrics.forget("gone")
-    metrics.forget("never-there")
+    forget("gone")
+    forget("never-there")
     assert labelled("gone") == set()
     assert labelled("here") == before

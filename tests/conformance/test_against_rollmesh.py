@@ -13,8 +13,7 @@ import pytest_asyncio
 
 from benchmarks.peers.door import door
 from benchmarks.peers.ours import Ours
-from rollmesh.conformance.asked import CALCULATE
-from rollmesh.conformance.training.records import NO_TEXT, OTHER_IDS
+from rollmesh.conformance import CALCULATE, NO_TEXT, OTHER_IDS
 from tests.meshes import Mesh, scripted_mesh
 
 CALL = '{"name": "calculator", "arguments": {"a": 6,  "b":7, "note": "caf\\u00e9 "}}'

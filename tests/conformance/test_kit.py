@@ -12,11 +12,18 @@ from xml.etree import ElementTree as ET
 import httpx2
 import pytest
 
-from rollmesh.conformance.catalog import CHECKS
-from rollmesh.conformance.checks import Check, NotSeenError, Result, Verdict
-from rollmesh.conformance.report import junit, table
-from rollmesh.conformance.runner import run_checks
-from rollmesh.conformance.server import FailedError, Server
+from rollmesh.conformance import (
+    CHECKS,
+    Check,
+    FailedError,
+    NotSeenError,
+    Result,
+    Server,
+    Verdict,
+    junit,
+    run_checks,
+    table,
+)
 
 Handler = Callable[[httpx2.Request], httpx2.Response]
 

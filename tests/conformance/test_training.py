@@ -7,11 +7,16 @@ from typing import Any
 import httpx2
 import pytest
 
-from rollmesh.conformance.catalog import CHECKS
-from rollmesh.conformance.checks import Result, Verdict
-from rollmesh.conformance.runner import run_checks
-from rollmesh.conformance.server import Server
-from rollmesh.conformance.training.records import NO_IDS, NO_TEXT, OTHER_IDS
+from rollmesh.conformance import (
+    CHECKS,
+    NO_IDS,
+    NO_TEXT,
+    OTHER_IDS,
+    Result,
+    Server,
+    Verdict,
+    run_checks,
+)
 
 RECORDS = [one for one in CHECKS if one.protocol == "training"]
 NAMES = [one.name.rpartition(".")[2] for one in RECORDS]

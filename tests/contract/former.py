@@ -14,7 +14,7 @@ import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google.protobuf.message import Message
 
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from tests.paths import ROOT
 
 _PACKAGES = ("rollmesh.v1", "rollmesh.internal.v1")

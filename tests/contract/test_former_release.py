@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from tests.contract.former import FormerPeer, former
 from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.processes import running

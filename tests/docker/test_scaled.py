@@ -9,8 +9,8 @@ import pytest
 
 from rollmesh.chat import Tokenizer
 from rollmesh.client import Client
-from rollmesh.runtime.access.identity import Identity
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.access import Identity
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.audited import RULES, agents_go_on
 from tests.docker.compose import Project, scaled_project

@@ -14,11 +14,11 @@ from unittest.mock import patch
 
 import pytest
 
-from rollmesh.collector.commands import TOOLS as COLLECTOR_TOOLS
-from rollmesh.gateway.commands import TOOLS as GATEWAY_TOOLS
-from rollmesh.launch.plan import plan_mesh
-from rollmesh.router.commands import FORGET
-from rollmesh.runtime.access.identity import CallerConfig
+from rollmesh.collector import TOOLS as COLLECTOR_TOOLS
+from rollmesh.gateway import TOOLS as GATEWAY_TOOLS
+from rollmesh.launch import plan_mesh
+from rollmesh.router import FORGET
+from rollmesh.runtime.access import CallerConfig
 from rollmesh.runtime.config import SERVICES, read_mesh
 from tests.docs.pages import PAGES, Block, blocks
 from tests.paths import ROOT

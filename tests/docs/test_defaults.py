@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rollmesh.collector import CollectorConfig
-from rollmesh.gateway.config import GatewayConfig
-from rollmesh.router.config import RouterConfig
-from rollmesh.runtime.access.tokens import make_tokens
+from rollmesh.gateway import GatewayConfig
+from rollmesh.router import RouterConfig
+from rollmesh.runtime.access import make_tokens
 from rollmesh.sidecar import SidecarConfig
 from tests.paths import ROOT
 from tests.trial_certificates import copy_certificates

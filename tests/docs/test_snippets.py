@@ -183,7 +183,7 @@ async def record_reader(block: Block, folder: Path) -> None:
 
 def written(folder: Path) -> None:
     """Writes a record of two sessions."""
-    from rollmesh.record.files import Writer
+    from rollmesh.record import Writer
 
     with Writer(folder / "record") as writer:
         for one in (record("a", "g", 1, 4), record("b", "g", 3, 4)):

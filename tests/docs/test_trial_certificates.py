@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.access.roles import Role
+from rollmesh.runtime.access import Role
 from tests.trial_certificates import SCRIPT, copy_certificates, make_certificates, names_and_uses
 
 SERVES_NOTHING = {Role.OPERATOR, Role.TRAINER, Role.AGENT}

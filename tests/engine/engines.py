@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
-from rollmesh.runtime.rpc.statuses import from_status
+from rollmesh.runtime.rpc import from_status, open_channel, read_stream, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from rollmesh.v1.sampling_pb2 import TokenColumn
 from tests import models

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollmesh.engine.vllm.prepared import PreparedWeights
-from rollmesh.engine.vllm.worker_extension import WeightReceiver
+from rollmesh.engine.vllm import PreparedWeights, WeightReceiver
 
 PREPARE, EXCHANGE, LOAD = "prepare", "exchange", "load"
 _PREPARE = "_prepare"

@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from rollmesh.engine.adapters import Adapters, read_config
-from rollmesh.engine.backend import Adapter
-from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.control import Control
-from rollmesh.engine.scripted import ScriptedBackend
+from rollmesh.engine import Adapter, Adapters, Control, EngineConfig, ScriptedBackend, read_config
 from rollmesh.runtime.errors import (
     AdapterUnknownError,
     EngineAsleepError,
@@ -25,7 +21,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     StaleVersionError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.controls import WAKE_UP, sleep
 from tests.engine.engines import CONFIG, Engine, Result, revisions

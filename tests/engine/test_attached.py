@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.requests import read_generate, read_score
-from rollmesh.engine.service import make_backend
+from rollmesh.engine import EngineConfig, make_backend, read_generate, read_score
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import (
     EngineDeadError,
@@ -28,7 +26,7 @@ from tests.waiting import until
 pytest.importorskip("aiohttp")
 from aiohttp import web
 
-from rollmesh.engine.attached.sglang import SglangAnswer
+from rollmesh.engine import SglangAnswer
 
 VOCABULARY = 100
 IDS = [11, 12, 13]

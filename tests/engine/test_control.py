@@ -13,13 +13,18 @@ import pytest_asyncio
 from google.protobuf.message import Message
 from safetensors.numpy import save_file
 
-from rollmesh.engine.backend import Transfer
-from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.control import Action, ControlState, Held
-from rollmesh.engine.scores import ScoreInput, Scores
-from rollmesh.engine.scripted import ScriptedBackend
-from rollmesh.engine.service import EngineService
-from rollmesh.engine.servicer import EngineServicer
+from rollmesh.engine import (
+    Action,
+    ControlState,
+    EngineConfig,
+    EngineService,
+    EngineServicer,
+    Held,
+    ScoreInput,
+    Scores,
+    ScriptedBackend,
+    Transfer,
+)
 from rollmesh.runtime.errors import (
     EngineAsleepError,
     InvalidFieldError,
@@ -28,7 +33,7 @@ from rollmesh.runtime.errors import (
     SupersededError,
     WeightsDroppedError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.controls import ABORT, ABORT_ALL, KEEP, RESUME, WAIT, WAKE_UP, abort, pause, sleep
 from tests.engine.engines import PROMPT, Result, streamed

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file
 
-from rollmesh.client import WeightDeltas
-from rollmesh.client.weights import file_of
-from rollmesh.engine.kept_file import apply
-from rollmesh.runtime.codec.differences import Difference
+from rollmesh.client import WeightDeltas, file_of
+from rollmesh.engine import apply
+from rollmesh.runtime.codec import Difference
 from rollmesh.runtime.errors import InvalidFieldError, InvalidWeightsError, WeightsBaseError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 from tests.processes import ServiceProcess, running
 

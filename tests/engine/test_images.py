@@ -11,14 +11,14 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
-from rollmesh.mesh.engines import EngineClients
+from rollmesh.mesh import EngineClients
 from rollmesh.runtime.errors import (
     ImageUnknownError,
     InvalidFieldError,
     InvalidImageError,
     RollmeshError,
 )
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.chat.images.pictures import picture
 from tests.controls import abort

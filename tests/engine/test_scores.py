@@ -6,12 +6,15 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from rollmesh.engine.adapters import Adapters
-from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.control import Control
-from rollmesh.engine.generations import Generations
-from rollmesh.engine.scores import ScoreInput, Scores
-from rollmesh.engine.scripted import ScriptedBackend
+from rollmesh.engine import (
+    Adapters,
+    Control,
+    EngineConfig,
+    Generations,
+    ScoreInput,
+    Scores,
+    ScriptedBackend,
+)
 from rollmesh.v1 import engine_pb2
 
 IDS = np.arange(2, 8, dtype="<u4")

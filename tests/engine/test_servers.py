@@ -17,7 +17,7 @@ from rollmesh.runtime.errors import (
     InvalidFieldError,
     RollmeshError,
 )
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import engine_pb2_grpc, sampling_pb2
 from tests import models
 from tests.controls import RESUME, abort, pause

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.mesh.engines import Answer, EngineClients
+from rollmesh.mesh import Answer, EngineClients
 from rollmesh.runtime.errors import (
     DeadlineError,
     EngineFaultError,
@@ -19,7 +19,7 @@ from rollmesh.runtime.errors import (
     RequestIdInUseError,
     RollmeshError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, read_stream
+from rollmesh.runtime.rpc import open_channel, read_stream
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.engine.engines import Engine, Result
 from tests.processes import ServiceProcess, running

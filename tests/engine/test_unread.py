@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollmesh.runtime.errors import DeadlineError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 from tests.engine.engines import Engine
 from tests.processes import running

@@ -14,8 +14,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     StoreFullError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.runtime.rpc.uploads import write_chunks
+from rollmesh.runtime.rpc import open_channel, typed_errors, write_chunks
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 from tests.processes import ServiceProcess, running
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.mesh.failover import Order
-from rollmesh.mesh.generation import Generation
+from rollmesh.mesh import Generation, Order
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests import models
 from tests.engine.engines import CONFIG

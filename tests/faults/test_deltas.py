@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.mesh.failover import Order
-from rollmesh.mesh.generation import Generation
+from rollmesh.mesh import Generation, Order
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests import models
 from tests.processes import running

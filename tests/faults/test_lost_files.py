@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 from tests.collector.postgres_server import postgres_database
 from tests.collector.records import record

@@ -16,7 +16,6 @@ from rollmesh.client import (
     SessionResult,
     SubscribeOptions,
     TimeLimits,
-    connections,
     rollout_groups,
 )
 from rollmesh.runtime.errors import SessionUnknownError
@@ -31,7 +30,9 @@ LIMIT_S = 240
 async def test_a_loop_over_groups_ends_after_a_service_was_killed_for_good(
     victim: str, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "CALL_S", 3.0)  # of a minute, for which a gateway may be away
+    monkeypatch.setattr(
+        "rollmesh.client.connections.CALL_S", 3.0
+    )  # of a minute, for which a gateway may be away
     begun, killed, turns = asyncio.Event(), asyncio.Event(), 0
     whole = SubscribeOptions(groups=collector_pb2.GroupPolicy(whole=True))
     async with (

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rollmesh.chat import Tokenizer
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
+from rollmesh.runtime.codec import pack_ids, pack_logprobs
 from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
 from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.router.engines import Answers, NotingEngine, noting_engine

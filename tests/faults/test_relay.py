@@ -23,10 +23,9 @@ from openai import APIConnectionError, APIStatusError
 from rollmesh.chat import Tokenizer
 from rollmesh.client import Client, Session
 from rollmesh.internal.v1 import tunnels_pb2
-from rollmesh.mesh import tunnels
-from rollmesh.mesh.tunnels import DialOut
+from rollmesh.mesh import DialOut
 from rollmesh.runtime.errors import RemoteError
-from rollmesh.sidecar import relay
+from rollmesh.sidecar import RelayConfig, RelayService
 from tests.faults.proxy import Proxy, proxy_to
 from tests.fleets import gateway_fleet
 from tests.locks import Locks
@@ -475,7 +474,7 @@ class Far:
         yield tunnels_pb2.AttachRequest(caller_id="far", tunnel=tunnel)
         await self.leaves.wait()
 
-    async def dial(self, service: relay.RelayService, tunnel: str = "") -> None:
+    async def dial(self, service: RelayService, tunnel: str = "") -> None:
         context: Any = self
         await service.Attach(self.messages(tunnel), context)
 
@@ -483,9 +482,9 @@ class Far:
 async def test_agents_are_refused_by_a_full_tunnel_and_after_its_last_call_broke_off(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(relay, "RESUME_S", 2.0)
-    monkeypatch.setattr(tunnels, "_BEAT_S", 1.5)
-    service, far = relay.RelayService(relay.RelayConfig(http_port=0)), Far()
+    monkeypatch.setattr("rollmesh.sidecar.relay.RESUME_S", 2.0)
+    monkeypatch.setattr("rollmesh.mesh.tunnels._BEAT_S", 1.5)
+    service, far = RelayService(RelayConfig(http_port=0)), Far()
     async with asyncio.timeout(60), service.running(""), aiohttp.ClientSession() as http:
         url = f"http://127.0.0.1:{json.loads(capsys.readouterr().out[5:])['port']}/v1/models"
         calling = asyncio.ensure_future(far.dial(service))
@@ -495,7 +494,7 @@ async def test_agents_are_refused_by_a_full_tunnel_and_after_its_last_call_broke
             pass
         for _ in range(2):  # messages of a tunnel that is up for longer than one is resumed
             assert not (await far.written.get()).frame.connection
-        monkeypatch.setattr(tunnels, "MOST_CONNECTIONS", 1)
+        monkeypatch.setattr("rollmesh.mesh.tunnels.MOST_CONNECTIONS", 1)
         async with http.get(url) as answer:
             error = (await answer.json())["error"]
             assert (answer.status, error["code"]) == (429, "overloaded")
@@ -504,7 +503,7 @@ async def test_agents_are_refused_by_a_full_tunnel_and_after_its_last_call_broke
         far.leaves.set()
         with pytest.raises(RemoteError):
             await calling
-        monkeypatch.setattr(relay, "RESUME_S", 0.0)
+        monkeypatch.setattr("rollmesh.sidecar.relay.RESUME_S", 0.0)
         with pytest.raises(ConnectionResetError):
             await far.dial(service, tunnel)
         async with await asking as answer:

@@ -11,8 +11,8 @@ from openai import AsyncOpenAI
 
 from rollmesh.chat import Tokenizer
 from rollmesh.client import Client, Session, SessionResult
-from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.sidecar import SidecarConfig, turn
+from rollmesh.runtime.rpc import open_channel
+from rollmesh.sidecar import TURNS, SidecarConfig
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.faults.slow_agent import SlowAgent, slow_agent
 from tests.meshes import Mesh, scripted_mesh, until_free
@@ -70,7 +70,7 @@ async def test_a_sidecar_takes_from_the_gateway_as_much_as_its_agent_reads() -> 
 async def test_a_stream_that_is_neither_read_nor_left_ends_with_its_turns_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(turn, "_LAST_WORD_S", 0.1)
+    monkeypatch.setattr("rollmesh.sidecar.turn._LAST_WORD_S", 0.1)
     gateway = ScriptedGateway()
     gateway.script = answering(*[text(PIECE)] * PIECES, done("it is long"))
     before = chats_ended()
@@ -87,7 +87,7 @@ async def test_a_stream_that_is_neither_read_nor_left_ends_with_its_turns_time(
 
 def chats_ended() -> float:
     """Streams that this process' sidecars have ended."""
-    (metric,) = turn.TURNS.collect()
+    (metric,) = TURNS.collect()
     return sum(sample.value for sample in metric.samples if sample.labels.get("status") == "200")
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.collector import streams as streams_stream
 from rollmesh.runtime.errors import DeadlineError
-from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import collector_pb2, session_pb2
 from tests.collector.collectors import TIMEOUT_S, Stream, stub_at, subscribing
 from tests.collector.postgres_server import postgres_database
@@ -158,7 +157,7 @@ async def test_a_consumer_that_acknowledges_and_does_not_read_is_pushed_back(
     stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, each = [f"unknown{at}" for at in range(4000)], 10
-    monkeypatch.setattr(streams_stream, "_MOST_UNTOLD", 5 * each)
+    monkeypatch.setattr("rollmesh.collector.streams._MOST_UNTOLD", 5 * each)
     await ingest(stub, UNITS)
     async with subscribing(stub, credits_=MANY) as stream, asyncio.TaskGroup() as group:
         await filled(stub, "trainer")

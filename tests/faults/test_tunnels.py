@@ -14,21 +14,24 @@ import pytest
 from rollmesh.chat import Tokenizer
 from rollmesh.client import Client
 from rollmesh.internal.v1 import tunnels_pb2, tunnels_pb2_grpc
-from rollmesh.mesh import tunnels
-from rollmesh.mesh.engines import EngineClients
-from rollmesh.mesh.failover import Failover, Order
-from rollmesh.mesh.generation import Generation
-from rollmesh.mesh.leases import LeaseClient
-from rollmesh.mesh.routers import Membership
-from rollmesh.mesh.tunnels import DialOut, Tunnels
+from rollmesh.mesh import (
+    DialOut,
+    EngineClients,
+    Failover,
+    Generation,
+    LeaseClient,
+    Membership,
+    Order,
+    Tunnels,
+)
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
-from rollmesh.runtime.rpc.channels import (
+from rollmesh.runtime.rpc import (
+    RpcInterceptor,
     open_channel,
     tunnel_address,
     tunnel_target,
     typed_errors,
 )
-from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
 from tests.engine.engines import CONFIG
 from tests.faults.proxy import Proxy, proxy_to
@@ -344,7 +347,7 @@ async def test_an_engine_that_breaks_the_protocol_or_falls_silent_is_told(
             assert tunnel_target(address) != f"unix:{path}"
             later.cancel()
 
-            monkeypatch.setattr(tunnels, "SILENCE_S", 0.5)
+            monkeypatch.setattr("rollmesh.mesh.tunnels.SILENCE_S", 0.5)
             assert (await attached(attach(), hello)).reason == "DEADLINE"
             with pytest.raises(RemoteError, match="engine e dials out and has no tunnel"):
                 open_channel(address)

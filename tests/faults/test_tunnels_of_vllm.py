@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollmesh.client import Trajectory
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import engine_pb2_grpc
 from tests.engine.engines import Engine
 from tests.engine.servers import VllmServer, server_of

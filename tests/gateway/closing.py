@@ -2,16 +2,22 @@
 
 from collections.abc import Sequence
 
-from rollmesh.gateway import journal, outbox
-from rollmesh.gateway.export import (
+from rollmesh.gateway import (
+    AnswerReceipt,
+    Session,
+    SessionSpec,
+    Transaction,
+    Tree,
     blobs_of,
+    close_session,
+    insert_sent,
+    insert_session,
+    insert_turn,
     serialize,
+    stored_close,
     trajectory_ends,
     write_head,
 )
-from rollmesh.gateway.journal import Transaction
-from rollmesh.gateway.session import AnswerReceipt, Session, SessionSpec
-from rollmesh.gateway.tree import Tree
 from rollmesh.v1 import collector_pb2, gateway_pb2, session_pb2
 from tests.gateway.worlds import END, World, said, user
 
@@ -24,11 +30,11 @@ def new_tree() -> Tree:
 
 def write_open(tx: Transaction, spec: SessionSpec, tree: Tree) -> None:
     """Writes a session as its turns would have been committed and their answers sent."""
-    journal.insert_session(tx, spec)
-    journal.insert_sent(tx, [(spec.session_id, node_id) for node_id in tree.nodes])
+    insert_session(tx, spec)
+    insert_sent(tx, [(spec.session_id, node_id) for node_id in tree.nodes])
     for node in tree.nodes.values():
         answer = AnswerReceipt(f"a{node.node_id}", "f", "", 0)
-        journal.insert_turn(tx, spec.session_id, [node], answer)
+        insert_turn(tx, spec.session_id, [node], answer)
 
 
 def write_closed(
@@ -47,8 +53,8 @@ def write_closed(
     session = Session(spec, tree)
     stored = COMPLETED.SerializeToString()
     if with_head:
-        stored = outbox.stored_close(session, COMPLETED, 1)
-    outbox.close_session(tx, session, stored, b"", 1, trajectory_ends(session), [])
+        stored = stored_close(session, COMPLETED, 1)
+    close_session(tx, session, stored, b"", 1, trajectory_ends(session), [])
     if size is not None:
         tx.db.run("UPDATE outbox SET bytes = ?1 WHERE session_id = ?2", size, spec.session_id)
 

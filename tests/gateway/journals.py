@@ -5,10 +5,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from rollmesh.gateway.journal import Journal, ModelFiles, open_sqlite
+from rollmesh.gateway import Journal, ModelFiles, open_sqlite
 
 if TYPE_CHECKING:
-    from rollmesh.gateway.postgres import PostgresJournals
+    from rollmesh.gateway import PostgresJournals
 
 MODEL = ModelFiles("tokenizer", "template")
 Opened: TypeAlias = Callable[[], AbstractAsyncContextManager[Journal]]
@@ -23,7 +23,7 @@ def sqlite_journal(folder: Path) -> AbstractAsyncContextManager[Journal]:
 async def postgres_journals(
     url: str, *, model: str = "policy", files: ModelFiles = MODEL, lease_ms: int = 60_000
 ) -> "AsyncIterator[PostgresJournals]":
-    from rollmesh.gateway.postgres import ServedModel, open_postgres
+    from rollmesh.gateway import ServedModel, open_postgres
 
     async with open_postgres(url, ServedModel(model, files), lease_ms) as journals:
         yield journals

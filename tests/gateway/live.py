@@ -16,22 +16,19 @@ import numpy as np
 
 from rollmesh.chat import Tokenizer
 from rollmesh.collector import CollectorConfig, CollectorService
-from rollmesh.engine.backend import GenerateInput, aborted
-from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.scripted import ScriptedBackend
-from rollmesh.engine.service import EngineService
-from rollmesh.engine.servicer import EngineServicer
-from rollmesh.gateway.config import GatewayConfig
-from rollmesh.gateway.registry import Registry
-from rollmesh.gateway.service import GatewayService
-from rollmesh.gateway.tenancy import Gateway
-from rollmesh.mesh.images import HeldBytes
-from rollmesh.router.config import RouterConfig
-from rollmesh.router.service import RouterService
+from rollmesh.engine import (
+    EngineConfig,
+    EngineService,
+    EngineServicer,
+    GenerateInput,
+    ScriptedBackend,
+    aborted,
+)
+from rollmesh.gateway import Gateway, GatewayConfig, GatewayService, Registry
+from rollmesh.mesh import HeldBytes
+from rollmesh.router import RouterConfig, RouterService
 from rollmesh.runtime.errors import EngineDeadError
-from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.runtime.rpc.listening import Bound, ServerConfig
-from rollmesh.runtime.rpc.server import Service, serve
+from rollmesh.runtime.rpc import Bound, ServerConfig, Service, open_channel, serve
 from rollmesh.v1 import engine_pb2, gateway_admin_pb2_grpc, gateway_pb2_grpc, sampling_pb2
 
 Messages: TypeAlias = AsyncGenerator[engine_pb2.TokenChunk, None]

@@ -8,9 +8,9 @@ import grpc
 import numpy as np
 import pytest
 
-from rollmesh.gateway.tree import Tree
+from rollmesh.gateway import Tree
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.runtime.rpc import from_rpc_error
 from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import chat_in, close_of, said

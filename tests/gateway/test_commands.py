@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rollmesh.gateway.commands import run_tool
+from rollmesh.gateway import run_tool
 from tests.runtime.mesh.directories.test_gateways import gateway, naming_router
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving
 

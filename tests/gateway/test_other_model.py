@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Session
-from rollmesh.gateway import journal, outbox
-from rollmesh.gateway.journal import (
+from rollmesh.gateway import (
     SQLITE_SCHEMA,
     ModelFiles,
+    SessionSpec,
     Transaction,
     adopt_model,
+    give_up,
+    insert_session,
+    set_aside,
 )
-from rollmesh.gateway.session import SessionSpec
-from rollmesh.runtime.database import SqliteStatements
+from rollmesh.runtime import SqliteStatements, tokenizer_sha256
 from rollmesh.runtime.errors import ModelMismatchError, StoreError
-from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from rollmesh.v1 import gateway_admin_pb2
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import run_refused
@@ -125,9 +126,9 @@ def test_an_open_session_that_was_set_aside_is_refused_to_another_model_too() ->
         db.executescript(SQLITE_SCHEMA)
         tx = Transaction(SqliteStatements(db), "journal")
         adopt_model(tx, theirs, *where)
-        journal.insert_session(tx, SessionSpec("s", 0))
-        outbox.set_aside(tx, [gateway_admin_pb2.DeadLetter(session_id="s", message="why")])
+        insert_session(tx, SessionSpec("s", 0))
+        set_aside(tx, [gateway_admin_pb2.DeadLetter(session_id="s", message="why")])
         with pytest.raises(StoreError, match="1 open sessions"):
             adopt_model(tx, others, *where)
-        outbox.give_up(tx, "s")
+        give_up(tx, "s")
         adopt_model(tx, others, *where)

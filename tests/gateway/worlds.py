@@ -6,10 +6,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollmesh.chat import Message, RenderContext, ToolCall, group_messages, make_context
-from rollmesh.gateway.export import blobs_of, export_tree, serialize
-from rollmesh.gateway.lineage import RULES
-from rollmesh.gateway.tree import Finish, Lineage, Match, Node, Sample, Tree
-from rollmesh.runtime.codec.arrays import Mask, unpack_tokens
+from rollmesh.gateway import (
+    RULES,
+    Finish,
+    Lineage,
+    Match,
+    Node,
+    Sample,
+    Tree,
+    blobs_of,
+    export_tree,
+    serialize,
+)
+from rollmesh.runtime.codec import Mask, unpack_tokens
 from rollmesh.v1 import chat_pb2, collector_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 END = 1

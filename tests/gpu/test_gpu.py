@@ -16,9 +16,9 @@ import torch
 
 from rollmesh.client import MeshAddresses
 from rollmesh.client.sync import Client
-from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT, experts_of, joined, support_of
+from rollmesh.runtime.codec import EXPERTS, SUPPORT, experts_of, joined, support_of
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, server_pb2, server_pb2_grpc
 from tests.controls import WAKE_UP, sleep
 from tests.docker.compose import docker_problem

@@ -10,12 +10,13 @@ from rollmesh.client import Client
 from rollmesh.integrations.harbor import (
     Connector,
     HarborError,
+    Lost,
+    Rollout,
     ServedTrials,
     ending_of,
     path_of,
     rollout_details_of,
 )
-from rollmesh.integrations.harbor.connector import Lost, Rollout
 from tests.certificates import Authority
 from tests.faults.proxy import proxy_to
 from tests.harbor.connecting import ASKED, answered, both, command, connected, trained

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from rollmesh.client import SessionResult
-from rollmesh.integrations.harbor import HarborTrialRunner, write_details
-from rollmesh.integrations.harbor.details import decode_of
+from rollmesh.integrations.harbor import HarborTrialRunner, decode_of, write_details
 from rollmesh.v1 import session_pb2
 from tests.harbor.connecting import ASKED, RULES, trained
 from tests.harbor.reading import check_written

@@ -12,8 +12,7 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollmesh.integrations.harbor import connector
-from rollmesh.integrations.harbor.connector import RelayClient, Rollout
+from rollmesh.integrations.harbor import RelayClient, Rollout
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -95,7 +94,7 @@ async def ends() -> AsyncIterator[Ends]:
 async def test_answers_after_the_last_message_of_a_lost_connection_count_as_lost(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connector, "_FLIGHT_S", 0.0)
+    monkeypatch.setattr("rollmesh.integrations.harbor.connector._FLIGHT_S", 0.0)
     relay = await ends.connections.get()
     assert await ends.ask(relay, 1, "quick") is None
     await ends.told(relay, "response_end")
@@ -123,7 +122,7 @@ async def test_an_answer_that_is_lost_again_is_marked_as_the_second_retry(ends: 
 async def test_an_answer_that_the_relay_cut_for_its_buffer_counts_as_lost(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connector, "_FLIGHT_S", 0.0)
+    monkeypatch.setattr("rollmesh.integrations.harbor.connector._FLIGHT_S", 0.0)
     relay = await ends.connections.get()
     for number, text in ((1, "quick"), (2, "slow")):
         assert await ends.ask(relay, number, text) is None

@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
-from rollmesh.client import Client, GroupOutcome, Retries, Session, rollout, rollout_groups
-from rollmesh.client.rollouts import AgentStoppedError
+from rollmesh.client import (
+    AgentStoppedError,
+    Client,
+    GroupOutcome,
+    Retries,
+    Session,
+    rollout,
+    rollout_groups,
+)
 from rollmesh.integrations.harbor import (
     HarborRolloutError,
     HarborRunner,

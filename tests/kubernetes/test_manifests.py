@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollmesh.cli.config import installed
-from rollmesh.runtime.access.roles import TABLE, Role
+from rollmesh.cli import installed
+from rollmesh.runtime.access import TABLE, Role
 from rollmesh.runtime.config import parse_config
-from rollmesh.runtime.rpc.listening import ListeningConfig
+from rollmesh.runtime.rpc import ListeningConfig
 from tests.kubernetes.images import image
 from tests.kubernetes.policies import Peer, allowed, matches
 from tests.kubernetes.rendering import (

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.engine.config import EngineConfig
+from rollmesh.engine import EngineConfig
 from tests.kubernetes.rendering import overlay, templates
 
 pytestmark = [
@@ -28,7 +28,7 @@ def test_workers_load_the_model_as_the_leader_does() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from rollmesh.engine.vllm.backend import _arguments, read_options
+    from rollmesh.engine.vllm import engine_arguments, read_options
 
     variables = {"LWS_LEADER_ADDRESS": "10.0.0.1", "LWS_WORKER_INDEX": "1"}
     (given,) = [
@@ -38,7 +38,7 @@ def test_workers_load_the_model_as_the_leader_does() -> None:
     ]
     options = read_options(json.loads(given))
     config = EngineConfig()
-    leader: dict[str, Any] = _arguments(config, options, takes_constraints=False) | {
+    leader: dict[str, Any] = engine_arguments(config, options, takes_constraints=False) | {
         "model": "/model"
     }
     program, serve, model, headless, *flags = words_of(

@@ -22,7 +22,7 @@ from benchmarks.kills.agents import Habits
 from benchmarks.kills.audit import Audit
 from benchmarks.kills.matrix import Matrix, drain
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.runtime.access.tokens import make_tokens
+from rollmesh.runtime.access import make_tokens
 from tests.collector.postgres_server import postgres_database
 from tests.kubernetes.cluster import Cluster, cluster
 from tests.kubernetes.kubelet import Pod

@@ -9,8 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollmesh.launch.child import Child
-from rollmesh.launch.plan import ProcessSpec
+from rollmesh.launch import Child, ProcessSpec
 from tests.waiting import until
 
 PROGRAM = """

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from rollmesh.collector import CollectorConfig
-from rollmesh.engine.config import EngineConfig
-from rollmesh.gateway.config import GatewayConfig
-from rollmesh.launch.child import Restarts
-from rollmesh.launch.plan import ProcessSpec, plan_mesh, visible_gpus
-from rollmesh.router.config import RouterConfig
-from rollmesh.runtime.backoff import Backoff
+from rollmesh.engine import EngineConfig
+from rollmesh.gateway import GatewayConfig
+from rollmesh.launch import ProcessSpec, Restarts, plan_mesh, visible_gpus
+from rollmesh.router import RouterConfig
+from rollmesh.runtime import Backoff
 from rollmesh.runtime.config import ConfigError, mesh_config, parse_config, read_mesh
-from rollmesh.scorer.config import ScorerConfig
+from rollmesh.scorer import ScorerConfig
 from rollmesh.sidecar import SidecarConfig
 
 CONFIGS: dict[str, type[Any]] = {

@@ -14,11 +14,9 @@ import openai
 import pytest
 
 from rollmesh.chat import Tokenizer
-from rollmesh.client import Client, Session, SessionResult, Trajectory
-from rollmesh.client.arguments import Column, ExportForm
-from rollmesh.engine.scripted import scripted_experts
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
-from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT, experts_column
+from rollmesh.client import Client, Column, ExportForm, Session, SessionResult, Trajectory
+from rollmesh.engine import scripted_experts
+from rollmesh.runtime.codec import EXPERTS, SUPPORT, experts_column, pack_ids, pack_logprobs
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import engine_pb2, gateway_pb2, sampling_pb2, trajectory_pb2
 from tests.meshes import Mesh, delivered, scripted_mesh

@@ -21,7 +21,7 @@ from PIL import Image
 
 from rollmesh.chat import Tokenizer
 from rollmesh.client import Session
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2, trajectory_pb2
 from tests.chat.images.pictures import data_url, picture
 from tests.lazily import anthropic

@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from rollmesh.runtime.alarms import RULES
+from rollmesh.runtime import ALARM_RULES
 from scripts.pages.alarms import PROMETHEUS
 from tests.meshes import scripted_mesh
 from tests.processes import reserved_port
@@ -107,7 +107,7 @@ async def test_prometheus_evaluates_each_rule_with_the_metrics_of_a_mesh(
                             )
                     async with client.subscribe("trainer", unit="session"):
                         await client.state_dict("trainer")
-                        assert len(await until(found)) == len(RULES)
+                        assert len(await until(found)) == len(ALARM_RULES)
                         assert await firing() == set()
                         await client.report_step("trainer", 1, {"loss": float("nan")})
                         assert await until(firing) == {"RollmeshNotFinite"}

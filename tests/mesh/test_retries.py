@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from rollmesh.client import Session
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.meshes import Mesh, delivered, recorded
 from tests.processes import running

@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from rollmesh.client import (
     Client,
+    CommandRunner,
     Delivery,
     Episode,
     Retries,
@@ -22,7 +23,6 @@ from rollmesh.client import (
     rollout,
     sync,
 )
-from rollmesh.client.runners.commands import CommandRunner
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.waiting import until, until_says

@@ -25,7 +25,7 @@ from rollmesh.client import (
     start_of_atif,
 )
 from rollmesh.client.sync import Client as SyncClient
-from rollmesh.record.atif import documents_of
+from rollmesh.record import documents_of
 from rollmesh.runtime.errors import InvalidFieldError, ModelMismatchError, RollmeshError
 from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.meshes import Mesh, delivered

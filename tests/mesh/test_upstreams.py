@@ -15,7 +15,7 @@ from anthropic import AsyncAnthropic
 from rollmesh.batches import TextSessionError, rows_of
 from rollmesh.client import Budget, SessionResult, Start, SubscribeOptions
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import SESSION, create_or_update
 from tests.lazily import genai

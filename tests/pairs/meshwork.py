@@ -16,10 +16,9 @@ import openai
 
 from rollmesh.chat import Tokenizer
 from rollmesh.client import Client, MeshAddresses, Session, Subscription
-from rollmesh.runtime.access.identity import CallerConfig, Identity
-from rollmesh.runtime.access.tokens import digest_line
+from rollmesh.runtime.access import CallerConfig, Identity, digest_line
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import server_pb2, server_pb2_grpc
 from tests.audited import RETRIES, RULES, Agent
 from tests.collector.postgres_server import postgres_database

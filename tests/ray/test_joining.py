@@ -16,8 +16,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from rollmesh.client import Client
-from rollmesh.integrations.ray import Mesh, MeshError
-from rollmesh.integrations.ray.mesh import absolute_tables, check_same
+from rollmesh.integrations.ray import Mesh, MeshError, absolute_tables, check_same
 from rollmesh.runtime.config import ConfigError
 from tests.docs.pages import blocks
 from tests.ray_on_busy_machines import started

@@ -4,15 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.integrations.ray.placement import (
-    Home,
-    Node,
-    further,
-    pattern,
-    places,
-    same_kind,
-    spread,
-)
+from rollmesh.integrations.ray import Home, Node, further, pattern, places, same_kind, spread
 from rollmesh.runtime.config import ConfigError
 
 FLEET = {"mesh": {"routers": 2, "engines": 2, "gateways": 3, "sidecars": 2}}

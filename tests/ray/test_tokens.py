@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.cli.up import free_ports
+from rollmesh.cli import free_ports
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import TIMEOUT_S, collector_at, ingest, ingest_all
 from tests.collector.records import record
@@ -27,7 +27,7 @@ from tests.waiting import until
 pytest.importorskip("pyarrow")
 from pyarrow import parquet
 
-from rollmesh.record.files import read_records
+from rollmesh.record import read_records
 
 BOUNDARIES = ("before-aside", "before-write", "after-write", "between-names", "before-ack")
 

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.client import Session
-from rollmesh.record.atif import documents_of, leaves_as_result, write_documents
+from rollmesh.record import documents_of, leaves_as_result, write_documents
 from rollmesh.v1 import session_pb2
 from tests.collector.records import record, tree_record, with_images
 from tests.meshes import Mesh, delivered, scripted_mesh

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from rollmesh.record.evals import write_log
+from rollmesh.record import write_log
 from rollmesh.v1 import session_pb2
 from tests.collector.records import record, tree_record, with_images
 from tests.record.readers import read_by
@@ -82,7 +82,7 @@ async def test_inspect_reads_sessions_as_samples(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_a_log_of_a_record(tmp_path: Path) -> None:
-    from rollmesh.record.files import Writer
+    from rollmesh.record import Writer
 
     with Writer(tmp_path / "record") as writer:
         writer.add(spoken())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.record.otel import send_spans, spans_of, write_spans
+from rollmesh.record import send_spans, spans_of, write_spans
 from rollmesh.runtime.config import TracesConfig
 from rollmesh.runtime.errors import RemoteError
 from rollmesh.runtime.telemetry import genai, tracing

@@ -11,10 +11,10 @@ import pytest
 
 from rollmesh.batches import rows_of
 from rollmesh.client import Client, SessionResult, SubscribeOptions
-from rollmesh.record import aside, read_sessions
+from rollmesh.record import name_of, read_sessions
+from rollmesh.runtime import number_of
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import InvalidFieldError, SessionDamagedError
-from rollmesh.runtime.runs import number_of
 from rollmesh.v1 import collector_pb2 as pb, sampling_pb2, session_pb2, trajectory_pb2
 from tests.collector.records import (
     add_columns,
@@ -29,10 +29,17 @@ from tests.record.readers import read_by
 pytest.importorskip("pyarrow")
 from pyarrow import parquet
 
-from rollmesh.record.files import PARTS, Writer, read_records, read_session, read_stored
-from rollmesh.record.late import TABLES as LATE
-from rollmesh.record.schema import TABLES
-from rollmesh.record.tables import Tables, tables_of
+from rollmesh.record import (
+    LATE_TABLES as LATE,
+    PARTS,
+    TABLES,
+    Tables,
+    Writer,
+    read_records,
+    read_session,
+    read_stored,
+    tables_of,
+)
 
 DAY_MS = 86_400_000
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -436,7 +443,7 @@ def test_a_folder_holds_a_hundred_sessions_that_were_set_aside(tmp_path: Path) -
         with pytest.raises(InvalidFieldError, match="1 of 1 sessions cannot be written, and 100"):
             writer.commit()
     assert len(list((tmp_path / "_set_aside").glob("*.binpb"))) == 100
-    long = [aside.name_of("é" * 128 + end) for end in "ab"]  # ids as names of files
+    long = [name_of("é" * 128 + end) for end in "ab"]  # ids as names of files
     assert max(map(len, long)) < 255
     assert len(set(long)) == 2
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.log import join, read_head, split
-from rollmesh.record.rows import rows_of, sft_rows_of, write_rows
+from rollmesh.collector import join, read_head, split
+from rollmesh.record import rows_of, sft_rows_of, write_rows
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2, trajectory_pb2
 from tests.collector.collectors import TIMEOUT_S, create_or_update, ingest_all
 from tests.collector.records import (

@@ -7,15 +7,14 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from rollmesh.mesh.routers import Membership
+from rollmesh.mesh import Membership
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     InvalidWeightsError,
     PrefixCacheInUseError,
     RollmeshError,
 )
-from rollmesh.runtime.rpc.interceptors import RpcInterceptor
-from rollmesh.runtime.rpc.statuses import from_status, to_status
+from rollmesh.runtime.rpc import RpcInterceptor, from_status, to_status
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, sampling_pb2
 
 Answers: TypeAlias = AsyncIterator[engine_pb2.TokenChunk]

@@ -5,9 +5,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.mesh.engines import EngineClients
-from rollmesh.mesh.failover import Failover
-from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh import EngineClients, Failover, LeaseClient
 from tests.processes import ServiceProcess, running
 
 

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from rollmesh.client import Client, EngineControlError, MeshAddresses, WeightsPushError
 from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2_grpc, sampling_pb2
 from tests.controls import WAKE_UP, Control, abort, sleep
 from tests.processes import ServiceProcess, running

@@ -10,11 +10,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from rollmesh.internal.v1 import leases_pb2, leases_pb2_grpc
-from rollmesh.mesh.leases import LeaseClient
-from rollmesh.router import dispatch
-from rollmesh.router.config import RouterConfig
-from rollmesh.router.engines import Engine, Target
-from rollmesh.router.service import RouterService
+from rollmesh.mesh import LeaseClient
+from rollmesh.router import Engine, RouterConfig, RouterService, Target
 from rollmesh.runtime.errors import (
     EngineDeadError,
     EngineFaultError,
@@ -24,8 +21,7 @@ from rollmesh.runtime.errors import (
     OverloadedError,
     RemoteError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, read_stream
-from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
+from rollmesh.runtime.rpc import Context, RpcInterceptor, open_channel, read_stream
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.waiting import until
 
@@ -250,7 +246,7 @@ async def test_lost_turns_alone_open_the_circuit_of_their_engine(
 async def test_a_gateway_that_does_not_read_loses_its_stream_and_harms_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "_MAX_UNREAD", 4)
+    monkeypatch.setattr("rollmesh.router.dispatch._MAX_UNREAD", 4)
     read = asyncio.Event()
 
     async def requests() -> AsyncIterator[leases_pb2.DispatchRequest]:

@@ -12,15 +12,14 @@ from safetensors.numpy import save_file
 
 from rollmesh.client import Client, MeshAddresses, WeightsPushError
 from rollmesh.internal.v1 import leases_pb2, members_pb2, members_pb2_grpc
-from rollmesh.mesh.leases import LeaseClient
-from rollmesh.mesh.routers import Membership
+from rollmesh.mesh import LeaseClient, Membership
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     NoEngineError,
     RollmeshError,
     StaleVersionError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import router_pb2
 from tests.meshes import until_free
 from tests.processes import ServiceProcess, running

@@ -11,11 +11,8 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from rollmesh.runtime.process.main import run_service
-from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.runtime.rpc.listening import Bound, ServerConfig
-from rollmesh.runtime.rpc.server import serve
+from rollmesh.runtime.process import run_service
+from rollmesh.runtime.rpc import Bound, Context, ServerConfig, open_channel, serve
 from rollmesh.v1 import server_pb2
 from tests.paths import ROOT
 from tests.processes import ServiceProcess

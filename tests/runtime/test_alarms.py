@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from rollmesh.runtime.alarms import RULES, Alarm, Limits, Observation, Server, alarms_of, raised
+from rollmesh.runtime import (
+    ALARM_RULES,
+    Alarm,
+    AlarmLimits,
+    Observation,
+    Server,
+    alarms_of,
+    raised,
+)
 from rollmesh.v1 import collector_pb2 as pb, gateway_pb2, router_pb2
 
 Values = dict[str, float]
@@ -245,12 +253,12 @@ def test_an_observation_raises_its_alarm_and_no_other(
 
 def test_every_rule_of_the_mesh_is_raised_by_a_case() -> None:
     named = {name for _, _, names in CASES for name in names}
-    assert named == {rule.name for rule in RULES if rule.of_mesh}
+    assert named == {rule.name for rule in ALARM_RULES if rule.of_mesh}
 
 
 def test_a_rule_has_a_name_of_its_own_and_looks_at_steps_or_at_the_mesh() -> None:
-    assert len({rule.name for rule in RULES}) == len(RULES)
-    for rule in RULES:
+    assert len({rule.name for rule in ALARM_RULES}) == len(ALARM_RULES)
+    for rule in ALARM_RULES:
         assert (rule.of_steps is None) != (rule.of_mesh is None), rule.name
         assert rule.when, rule.name
         assert rule.remedy.rstrip(".") == rule.remedy != "", rule.name
@@ -283,7 +291,7 @@ def test_no_more_than_three_sessions_are_named() -> None:
 
 def test_limits_say_how_long_a_state_may_last() -> None:
     history = gauges("router", QUEUE, 1, 2, 2, 3, 4, 5)
-    assert not raised(history, Limits(patience_s=90))
+    assert not raised(history, AlarmLimits(patience_s=90))
 
 
 @pytest.mark.parametrize(

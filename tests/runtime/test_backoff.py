@@ -2,7 +2,7 @@
 
 import math
 
-from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime import Backoff
 
 
 def delays(backoff: Backoff, count: int) -> list[float]:

@@ -5,7 +5,7 @@ from itertools import count
 
 from hypothesis import given, strategies as st
 
-from rollmesh.runtime.caches import ByteCache
+from rollmesh.runtime import ByteCache
 
 
 def test_a_value_is_made_once_while_it_is_kept() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.runtime.database import Database
+from rollmesh.runtime import Database
 from rollmesh.runtime.errors import (
     RollmeshError,
     SessionUnknownError,

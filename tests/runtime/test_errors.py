@@ -18,9 +18,15 @@ from rollmesh.runtime.errors import (
     SessionClosedError,
     StoreFullError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
-from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.runtime.rpc.statuses import DOMAIN, from_status, to_status
+from rollmesh.runtime.rpc import (
+    DOMAIN,
+    Context,
+    from_status,
+    open_channel,
+    read_stream,
+    to_status,
+    typed_errors,
+)
 from rollmesh.v1 import errors_pb2
 from tests.paths import ROOT
 from tests.runtime.services import KINDS, Script, ScriptedService, ask, begin, failing, served

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollmesh.runtime.fairness import FairSlots
+from rollmesh.runtime import FairSlots
 
 
 class Work:

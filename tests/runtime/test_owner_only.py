@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime import owner_only
+from rollmesh.runtime import make_file, make_folder
 
 
 def mode(path: Path) -> int:
@@ -24,8 +24,8 @@ def _permissive() -> Iterator[None]:
 def test_missing_folders_are_made_for_the_owner_and_others_keep_their_mode(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o755)
-    owner_only.make_folder(shared / "a" / "b")
-    owner_only.make_folder(shared)
+    make_folder(shared / "a" / "b")
+    make_folder(shared)
     assert [mode(one) for one in (shared, shared / "a", shared / "a" / "b")] == [
         0o755,
         0o700,
@@ -39,6 +39,6 @@ def test_new_and_existing_files_are_for_the_owner_alone(
     new, old = tmp_path / "new", tmp_path / "old"
     old.write_bytes(b"kept")
     for path in (new, old):
-        owner_only.make_file(path)
+        make_file(path)
         assert mode(path) == 0o600
     assert (new.read_bytes(), old.read_bytes()) == (b"", b"kept")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from rollmesh.collector import CollectorConfig
-from rollmesh.gateway.config import GatewayConfig
-from rollmesh.router.config import RouterConfig
+from rollmesh.gateway import GatewayConfig
+from rollmesh.router import RouterConfig
+from rollmesh.runtime import PORTS
 from rollmesh.runtime.config import describe
-from rollmesh.runtime.probe import PORTS
-from rollmesh.scorer.config import ScorerConfig
+from rollmesh.scorer import ScorerConfig
 from rollmesh.sidecar import SidecarConfig
 from tests.locks import Locks
 from tests.processes import reserved_port

@@ -2,8 +2,7 @@
 
 import pytest
 
-from rollmesh.runtime.errors import InvalidFieldError, RunAbandonedError
-from rollmesh.runtime.runs import (
+from rollmesh.runtime import (
     MOST_ANCESTORS,
     STRIDE,
     belongs,
@@ -17,6 +16,7 @@ from rollmesh.runtime.runs import (
     told,
     version_of,
 )
+from rollmesh.runtime.errors import InvalidFieldError, RunAbandonedError
 from rollmesh.v1.sampling_pb2 import PolicyRun, VersionSpan
 
 FIRST = PolicyRun(model="policy")

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from rollmesh.runtime import begun, finish
 from rollmesh.runtime.errors import ShuttingDownError
-from rollmesh.runtime.tasks import begun, finish
 
 TIMEOUT_S = 120
 

@@ -2,22 +2,26 @@
 
 import pytest
 
-from rollmesh.runtime.alarms import RULES, Labels, Observation, Server, raised
-from rollmesh.runtime.codec.enums import name_of
-from rollmesh.runtime.words import (
+from rollmesh.runtime import (
+    ALARM_RULES,
     EXCLUDING,
     REASONS,
     RULES as BY_RULE,
     SHAPES,
     SOURCES,
+    Labels,
+    Observation,
+    Server,
     label_words,
     line_of,
     mask_words,
     printable,
+    raised,
     told_reasons,
     why,
     words_of,
 )
+from rollmesh.runtime.codec import name_of
 from rollmesh.v1 import session_pb2, trajectory_pb2 as pb
 
 HOSTILE = "\x1b[2J\u202e"
@@ -118,7 +122,7 @@ def test_alarms_about_reasons_have_their_sentences() -> None:
     for reason in ("TEMPLATE_REWRITE", "LENIENT_ECHO"):
         (alarm,) = raised(counted(reason))
         assert f"{reason}: {REASONS[reason]}" in alarm.message
-        remedy = next(one.remedy for one in RULES if one.name == alarm.name)
+        remedy = next(one.remedy for one in ALARM_RULES if one.name == alarm.name)
         assert alarm.message.endswith(remedy)
 
 

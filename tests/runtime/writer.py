@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rollmesh.runtime.database import Database
+from rollmesh.runtime import Database
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS rows (id INTEGER PRIMARY KEY, payload BLOB) STRICT"
 VERSION = 1

@@ -10,8 +10,8 @@ import pytest
 
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import DeadlineError, RemoteError, ScorerBusyError, ScorerFailedError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.scorer.config import ScorerConfig
+from rollmesh.runtime.rpc import open_channel, typed_errors
+from rollmesh.scorer import ScorerConfig
 from rollmesh.v1 import scorer_pb2, scorer_pb2_grpc, session_pb2
 from tests.processes import ServiceProcess, run_refused, running
 from tests.scorer.sessions import FUNCTION, REWARD, Hanging, unscored

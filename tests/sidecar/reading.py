@@ -7,7 +7,7 @@ import orjson
 import pytest
 from prometheus_client import REGISTRY
 
-from rollmesh.runtime.codec.enums import text_of
+from rollmesh.runtime.codec import text_of
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar import PROTOCOLS, Head
 from rollmesh.v1 import chat_pb2, gateway_pb2, trajectory_pb2

@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 import grpc
 
-from rollmesh.mesh.directory import GatewayDirectory
+from rollmesh.mesh import GatewayDirectory
 from rollmesh.runtime.errors import AnswerUnknownError, SessionKeyWrongError, SessionUnknownError
-from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
+from rollmesh.runtime.rpc import Context, RpcInterceptor
 from rollmesh.sidecar import SidecarConfig, serving as serving_agents
 from rollmesh.v1 import (
     chat_pb2,

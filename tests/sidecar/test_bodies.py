@@ -9,7 +9,7 @@ import httpx2
 import orjson
 import pytest
 
-from rollmesh.runtime.codec.enums import text_of
+from rollmesh.runtime.codec import text_of
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar import SidecarConfig
 from tests.sidecar.reading import counted, read, read_bytes, told, user

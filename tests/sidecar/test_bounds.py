@@ -7,9 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from rollmesh.sidecar import SidecarConfig
-from rollmesh.sidecar.app import protocol_of
-from rollmesh.sidecar.http import HttpServer, bound, http_served
+from rollmesh.sidecar import HttpServer, SidecarConfig, bound, http_served, protocol_of
 from tests.sidecar.scripted_gateway import (
     ScriptedGateway,
     done,

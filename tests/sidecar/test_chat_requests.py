@@ -6,7 +6,7 @@ import orjson
 import pytest
 from openai.types.chat import completion_create_params
 
-from rollmesh.runtime.codec.enums import text_of
+from rollmesh.runtime.codec import text_of
 from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2
 from tests.sidecar import reading
 from tests.sidecar.parameters import fields_of_sdk

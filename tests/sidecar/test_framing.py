@@ -3,7 +3,7 @@
 import orjson
 import pytest
 
-from rollmesh.runtime.codec.enums import text_of
+from rollmesh.runtime.codec import text_of
 from tests.sidecar.scripted_gateway import (
     KEY,
     ScriptedGateway,

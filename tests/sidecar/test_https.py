@@ -11,7 +11,6 @@ import openai
 import orjson
 import pytest
 
-from rollmesh.runtime.access import tls
 from rollmesh.runtime.config import ConfigError
 from rollmesh.sidecar import SidecarConfig, certificate_of
 from tests.lazily import anthropic
@@ -34,7 +33,7 @@ HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.fixture(autouse=True)
 def _look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls, "_LOOK_MS", 0)
+    monkeypatch.setattr("rollmesh.runtime.access.tls._LOOK_MS", 0)
 
 
 @pytest.fixture

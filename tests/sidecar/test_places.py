@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 from starlette.routing import Route
 
-from rollmesh.mesh.directory import GatewayDirectory
+from rollmesh.mesh import GatewayDirectory
 from rollmesh.runtime.config import ConfigError
 from rollmesh.sidecar import ROUTES, SidecarConfig, advertised, make_app, prefixes
 from tests.sidecar.scripted_gateway import KEY, ScriptedGateway, serving, sidecar_of

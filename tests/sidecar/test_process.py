@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx2
 from openai import AsyncOpenAI
 
-from rollmesh.runtime.access.tokens import write_private
+from rollmesh.runtime.access import write_private
 from tests.sidecar.scripted_gateway import (
     KEY,
     ScriptedGateway,

@@ -6,7 +6,7 @@ import orjson
 import pytest
 from openai.types.responses import response_create_params
 
-from rollmesh.runtime.codec.enums import text_of
+from rollmesh.runtime.codec import text_of
 from rollmesh.sidecar import seal
 from rollmesh.v1 import chat_pb2, gateway_pb2
 from tests.sidecar import reading

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from rollmesh.runtime.telemetry.metrics import BYTES_IN_FLIGHT
+from rollmesh.runtime.telemetry import BYTES_IN_FLIGHT
 from rollmesh.sidecar import SidecarConfig
 from tests.sidecar.reading import counted
 from tests.sidecar.scripted_gateway import (

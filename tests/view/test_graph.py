@@ -17,7 +17,7 @@ from tests.processes import running
 from tests.view.browser import CHROMIUM, Page, browser
 
 pytest.importorskip("pyarrow")
-from rollmesh.record.files import Writer
+from rollmesh.record import Writer
 from tests.collector.records import record, with_images, with_messages
 
 pytestmark = [

@@ -1,6 +1,6 @@
-from rollmesh.runtime.alarms import Labels, Observation, Server
+from rollmesh.runtime import Labels, Observation, Server
 from rollmesh.v1 import router_pb2
-from rollmesh.view.history import History
+from rollmesh.view import History
 
 _ENGINE, _GATEWAY = router_pb2.REPLICA_KIND_ENGINE, router_pb2.REPLICA_KIND_GATEWAY
 

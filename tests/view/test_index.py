@@ -4,8 +4,7 @@ import pytest
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import collector_pb2, sampling_pb2, session_pb2, trajectory_pb2
-from rollmesh.view import Index, Selection
-from rollmesh.view.sessions import closed_session
+from rollmesh.view import Index, Selection, closed_session
 
 _RUN = 10**12
 _EVAL = session_pb2.SESSION_PURPOSE_EVAL

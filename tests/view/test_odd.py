@@ -15,7 +15,7 @@ from tests.token_arrays import pack_tokens
 from tests.view.browser import CHROMIUM, Page, browser
 
 pytest.importorskip("pyarrow")
-from rollmesh.record.files import Writer
+from rollmesh.record import Writer
 from tests.collector.records import record, trajectory, with_messages
 
 pytestmark = [

@@ -9,7 +9,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import TIMEOUT_S, collector_at, ingest, ingest_all
 from tests.collector.records import record, with_images, with_messages
@@ -18,7 +18,7 @@ from tests.view.browser import CHROMIUM, browser
 from tests.waiting import until
 
 pytest.importorskip("pyarrow")
-from rollmesh.record.files import Writer, read_records
+from rollmesh.record import Writer, read_records
 
 OF_MESH = ("mesh", "alarms", "history", "open")
 

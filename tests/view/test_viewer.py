@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.client import Client, Rewards, Session, evaluate, start_of_atif
+from rollmesh.runtime import label_words, mask_words
 from rollmesh.runtime.errors import CallerUnknownError, InvalidFieldError
-from rollmesh.runtime.words import label_words, mask_words
 from tests.locks import Locks
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import run_refused, running

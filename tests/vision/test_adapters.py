@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollmesh.runtime.errors import InvalidWeightsError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import engine_pb2_grpc, sampling_pb2
 from tests.engine.engines import PROMPT, Engine
 from tests.processes import running

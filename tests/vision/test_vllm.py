@@ -19,7 +19,7 @@ from PIL import Image
 from rollmesh.chat import load_rule
 from rollmesh.client import SessionResult
 from rollmesh.runtime.errors import ImageUnknownError, InvalidFieldError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.chat.images.pictures import image_part, picture
 from tests.controls import abort

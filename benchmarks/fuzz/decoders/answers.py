@@ -5,8 +5,14 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.fuzz.decoders.target import Target, expect, framed, frames, one_frame, text_with
-from rollmesh.chat import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent, make_context
-from rollmesh.chat.json_values import read_json
+from rollmesh.chat import (
+    ParserEvent,
+    ReasoningEvent,
+    TextEvent,
+    ToolCallEvent,
+    make_context,
+    read_json,
+)
 from rollmesh.chat.parsing import (
     CHANNELS,
     FORMATS,

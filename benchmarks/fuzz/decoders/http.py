@@ -13,7 +13,16 @@ from benchmarks.fuzz.decoders.target import (
     one_frame,
     text_with,
 )
-from rollmesh.sidecar import PROTOCOLS, Head, read_head, responses, seal, sealed_answer
+from rollmesh.sidecar import (
+    PROTOCOLS,
+    Head,
+    answer_of_response,
+    item_of,
+    read_head,
+    response_id,
+    seal,
+    sealed_answer,
+)
 from rollmesh.v1 import trajectory_pb2
 
 _KEY = "rmk-s-k"
@@ -84,10 +93,10 @@ def _session(data: bytes) -> None:
 
 def _ids(data: bytes) -> None:
     given = data.decode("utf-8", "replace")
-    kind, item = responses.item_of(given)
+    kind, item = item_of(given)
     expect(bool(item) == bool(kind), "a kind without an answer")
-    answer_id, instructed = responses.answer_of_response(given, "response_id")
-    expect(responses.response_id(answer_id, instructed=instructed) == given, "another response")
+    answer_id, instructed = answer_of_response(given, "response_id")
+    expect(response_id(answer_id, instructed=instructed) == given, "another response")
 
 
 _HEAD_PARTS = ("Bearer ", "bearer ", "rmk-", "rmk-s-k", "-", " ", "\t", "Basic ", "s", "k")

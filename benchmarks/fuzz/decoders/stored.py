@@ -23,19 +23,20 @@ from benchmarks.fuzz.decoders.target import (
     text_with,
 )
 from rollmesh.chat import RenderContext
-from rollmesh.cli.config import check_mesh, installed
-from rollmesh.client.sessions import SessionResult
-from rollmesh.collector.log import join, read_head, split
-from rollmesh.gateway.outbox import Letter, write_letters
-from rollmesh.launch.plan import plan_mesh
-from rollmesh.runtime.access.tokens import (
-    AcceptedTokens,
-    PresentedToken,
-    TokensOfFile,
-    write_private,
+from rollmesh.cli import check_mesh, installed
+from rollmesh.client import SessionResult
+from rollmesh.collector import join, read_head, split
+from rollmesh.gateway import Letter, write_letters
+from rollmesh.launch import plan_mesh
+from rollmesh.runtime.access import AcceptedTokens, PresentedToken, TokensOfFile, write_private
+from rollmesh.runtime.codec import (
+    ImageLimits,
+    check_image,
+    decode_image,
+    pack_ids,
+    pack_logprobs,
+    read_data_url,
 )
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
-from rollmesh.runtime.codec.images import ImageLimits, check_image, decode_image, read_data_url
 from rollmesh.runtime.config import ConfigError, read_mesh
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import gateway_pb2, session_pb2

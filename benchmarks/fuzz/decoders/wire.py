@@ -16,19 +16,13 @@ from benchmarks.fuzz.decoders.target import (
     one_frame,
     text_with,
 )
-from rollmesh.client.sessions import SessionResult
-from rollmesh.collector.settings import created
-from rollmesh.engine.backend import ModelLimits
-from rollmesh.engine.requests import read_generate, read_init
-from rollmesh.gateway.requests import read_choices
-from rollmesh.gateway.session import Session, SessionSpec
-from rollmesh.gateway.tree import Tree
-from rollmesh.mesh.generation import AnswerCheck, Expected
-from rollmesh.mesh.leases import Offered
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
-from rollmesh.runtime.codec.enums import check_enums
-from rollmesh.runtime.codec.records import check_session
-from rollmesh.runtime.rpc.channels import check_address, target_of
+from rollmesh.client import SessionResult
+from rollmesh.collector import created
+from rollmesh.engine import ModelLimits, read_generate, read_init
+from rollmesh.gateway import Session, SessionSpec, Tree, read_choices
+from rollmesh.mesh import AnswerCheck, Expected, Offered
+from rollmesh.runtime.codec import check_enums, check_session, pack_ids, pack_logprobs
+from rollmesh.runtime.rpc import check_address, target_of
 from rollmesh.v1 import (
     chat_pb2,
     collector_pb2,

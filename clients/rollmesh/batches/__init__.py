@@ -8,9 +8,9 @@ trajectory that does not fit is refused, or left out and counted.
 May import `client` and `runtime`.
 """
 
-from rollmesh.batches.images import ImageInputs, ImageProcessor
+from rollmesh.batches.images import ImageInputs, ImageProcessor, grid_positions
 from rollmesh.batches.layouts import Batch, pack, pad
-from rollmesh.batches.metrics import logprob_metrics, step_metrics
+from rollmesh.batches.metrics import StepCounts, difference_metrics, logprob_metrics, step_metrics
 from rollmesh.batches.rows import (
     LeftOut,
     MissingRewardError,
@@ -40,9 +40,12 @@ __all__ = [
     "RaggedBatch",
     "Row",
     "Rows",
+    "StepCounts",
     "TextSessionError",
     "TrajectoryColumns",
     "TrajectoryTooLongError",
+    "difference_metrics",
+    "grid_positions",
     "group_advantages",
     "image_tensors",
     "logprob_metrics",

@@ -11,8 +11,8 @@ from rollmesh.batches.layouts import Batch
 from rollmesh.batches.rows import sessions_of
 from rollmesh.batches.tensors import RaggedBatch
 from rollmesh.client import Delivery, SessionResult
+from rollmesh.runtime import version_of
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.runs import version_of
 
 
 @dataclass(slots=True)

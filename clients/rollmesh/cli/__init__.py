@@ -2,3 +2,7 @@
 
 May import everything, and does so when a command is called.
 """
+
+from rollmesh.runtime.doors import door
+
+__getattr__ = door(__name__)

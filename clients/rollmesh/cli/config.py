@@ -12,10 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rollmesh.launch.plan import plan_mesh
-from rollmesh.runtime.access.identity import CallerConfig, Identity
-from rollmesh.runtime.access.tls import TlsFiles
-from rollmesh.runtime.access.tokens import AcceptedTokens
+from rollmesh.launch import plan_mesh
+from rollmesh.runtime.access import AcceptedTokens, CallerConfig, Identity, TlsFiles
 from rollmesh.runtime.config import (
     MODEL_SERVICES,
     SERVICES,
@@ -37,8 +35,7 @@ from rollmesh.runtime.config import (
     read_mesh,
     resolve,
 )
-from rollmesh.runtime.rpc.listening import bind_host
-from rollmesh.runtime.rpc.server import LOCK, check_exposed
+from rollmesh.runtime.rpc import LOCK, bind_host, check_exposed
 
 # The settings of the installed services.
 

@@ -11,11 +11,9 @@ from functools import partial
 from importlib.util import find_spec
 
 from rollmesh.client import MeshAddresses, Observer
-from rollmesh.runtime import clock
+from rollmesh.runtime import Alarm, AlarmLimits, clock, printable
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.alarms import Alarm, Limits
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
-from rollmesh.runtime.words import printable
 
 _LEAST_LOOKS, _MOST_LOOKS = 24, 1000
 
@@ -30,10 +28,16 @@ def main() -> int:
     parser.add_argument("--watch", action="store_true", help="watch until it is stopped")
     parser.add_argument("--json", action="store_true", help="a JSON object for each alarm")
     parser.add_argument(
-        "--patience", type=_seconds, default=Limits().patience_s, help="what should pass may last"
+        "--patience",
+        type=_seconds,
+        default=AlarmLimits().patience_s,
+        help="what should pass may last",
     )
     parser.add_argument(
-        "--session-idle", type=_seconds, default=Limits().session_s, help="agents may ask nothing"
+        "--session-idle",
+        type=_seconds,
+        default=AlarmLimits().session_s,
+        help="agents may ask nothing",
     )
     parser.add_argument(
         "--metrics-port", type=int, default=-1, help="serves rollmesh_alarm to Prometheus"
@@ -68,7 +72,7 @@ async def _watch(options: argparse.Namespace, found: set[tuple[str, str]]) -> li
     Raises:
         ConfigError: The looks within `--patience` are too many to be kept, or a port is taken.
     """
-    limits = Limits(patience_s=options.patience, session_s=options.session_idle)
+    limits = AlarmLimits(patience_s=options.patience, session_s=options.session_idle)
     looks = max(_LEAST_LOOKS, 2 * round(options.patience / options.every))
     if looks > _MOST_LOOKS:
         least = 2 * options.patience / _MOST_LOOKS
@@ -114,8 +118,7 @@ def _exported(
         return lambda _: None
     if find_spec("prometheus_client") is None:
         raise ConfigError("metrics-port: needs more; run: pip install 'rollmesh[server]'")
-    from rollmesh.runtime.telemetry.endpoint import metrics_endpoint
-    from rollmesh.runtime.telemetry.metrics import show_alarms
+    from rollmesh.runtime.telemetry import metrics_endpoint, show_alarms
 
     port = stack.enter_context(metrics_endpoint(options.metrics_host, options.metrics_port))
     print(f"metrics at http://{options.metrics_host}:{port}/metrics", file=sys.stderr, flush=True)

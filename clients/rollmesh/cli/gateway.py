@@ -19,17 +19,14 @@ from typing import Any
 
 from rollmesh.chat import ModelFilesError
 from rollmesh.chat.templates import TemplateRefusedError
-from rollmesh.gateway.config import GatewayConfig
-from rollmesh.gateway.service import GatewayService
-from rollmesh.mesh.directory import GatewayDirectory
-from rollmesh.runtime.access.identity import Identity
+from rollmesh.gateway import GatewayConfig, GatewayService
+from rollmesh.mesh import GatewayDirectory
+from rollmesh.runtime.access import Identity
 from rollmesh.runtime.config import parse_config
 from rollmesh.runtime.errors import DeadlineError, RollmeshError
-from rollmesh.runtime.process.main import run_service
-from rollmesh.runtime.rpc.listening import bind_host
-from rollmesh.runtime.rpc.server import LOCK, check_exposed, guard_of
-from rollmesh.runtime.rpc.statuses import status_code_of
-from rollmesh.runtime.telemetry.metrics import count_rpc
+from rollmesh.runtime.process import run_service
+from rollmesh.runtime.rpc import LOCK, bind_host, check_exposed, guard_of, status_code_of
+from rollmesh.runtime.telemetry import count_rpc
 from rollmesh.sidecar import SidecarConfig, serving
 
 _SERVICE = "/rollmesh.v1.GatewayService"

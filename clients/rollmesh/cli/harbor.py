@@ -11,8 +11,8 @@ from rollmesh.client import Client, MeshAddresses
 from rollmesh.integrations.harbor import Connector, HarborError, ServedTrials
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import LOCAL_ROUTER
-from rollmesh.runtime.process.main import stop_signals
-from rollmesh.runtime.telemetry.logs import configure_logging
+from rollmesh.runtime.process import stop_signals
+from rollmesh.runtime.telemetry import configure_logging
 
 
 def main() -> int:

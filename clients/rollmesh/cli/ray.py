@@ -11,10 +11,10 @@ import ray
 
 from rollmesh.cli.config import installed, own_problems
 from rollmesh.integrations.ray import Mesh, MeshError
-from rollmesh.launch.locks import mesh_tokens, trainer_files
+from rollmesh.launch import mesh_tokens, trainer_files
 from rollmesh.runtime import owner_only
 from rollmesh.runtime.config import ConfigError, mesh_config, read_mesh
-from rollmesh.runtime.telemetry.logs import configure_logging
+from rollmesh.runtime.telemetry import configure_logging
 
 
 def main() -> int:

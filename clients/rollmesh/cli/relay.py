@@ -3,7 +3,7 @@
 import os
 import sys
 
-from rollmesh.runtime.process.main import run_service
+from rollmesh.runtime.process import run_service
 from rollmesh.sidecar import RelayConfig, RelayService
 
 

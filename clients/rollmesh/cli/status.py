@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from rollmesh.client import Client, MeshAddresses, states_of
+from rollmesh.runtime import run_of, version_of
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.config import LOCAL_ROUTER
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.runs import run_of, version_of
 from rollmesh.v1 import collector_pb2, router_pb2
 
 _LIMIT_S = 30.0

@@ -9,12 +9,10 @@ from functools import partial
 from typing import Any
 
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.runtime import clock
+from rollmesh.runtime import Backoff, clock, line_of, words_of
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.config import LOCAL_ROUTER
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.words import line_of, words_of
 
 _PAUSE_S, _MOST_PAUSE_S = 0.5, 10.0
 _PAGE = 5_000

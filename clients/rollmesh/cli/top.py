@@ -21,15 +21,22 @@ from rich.console import ConsoleDimensions
 from rich.live import Live
 from rich.text import Text
 
-from rollmesh.client import Client, MeshAddresses, Observer, states_of
-from rollmesh.client.transcripts import message_of
+from rollmesh.client import Client, MeshAddresses, Observer, message_of, states_of
+from rollmesh.runtime import (
+    Alarm,
+    Observation,
+    label_of,
+    line_of,
+    printable,
+    told,
+    told_reasons,
+    why,
+    words_of,
+)
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.alarms import Alarm, Observation
-from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.errors import RollmeshError, SessionUnknownError
-from rollmesh.runtime.runs import told
-from rollmesh.runtime.words import label_of, line_of, printable, told_reasons, why, words_of
 from rollmesh.v1 import gateway_pb2, router_pb2, trajectory_pb2
 
 _CALL_S, _LEAST_S = 5.0, 0.1

@@ -16,13 +16,21 @@ from pathlib import Path
 from typing import IO, ClassVar
 
 from rollmesh.cli.config import environment, installed, missing_packages, own_problems
-from rollmesh.launch.child import Child, EndedEarlyError
-from rollmesh.launch.locks import mesh_tokens, trainer_files
-from rollmesh.launch.plan import VIEW_PORT, ProcessSpec, plan_mesh, view_spec, visible_gpus
+from rollmesh.launch import (
+    VIEW_PORT,
+    Child,
+    EndedEarlyError,
+    ProcessSpec,
+    mesh_tokens,
+    plan_mesh,
+    trainer_files,
+    view_spec,
+    visible_gpus,
+)
 from rollmesh.runtime import clock, owner_only
 from rollmesh.runtime.config import ConfigError, Tables, mesh_config, mesh_problems, read_mesh
-from rollmesh.runtime.process.main import stop_signals
-from rollmesh.runtime.telemetry.logs import JsonFormatter, configure_logging, fields
+from rollmesh.runtime.process import stop_signals
+from rollmesh.runtime.telemetry import JsonFormatter, configure_logging, fields
 
 _TAIL_BYTES = 8_192
 _SHOWN_CHARACTERS = 160

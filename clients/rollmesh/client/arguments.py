@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
-from rollmesh.runtime.codec.columns import KINDS
+from rollmesh.runtime.codec import KINDS
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2
 from rollmesh.v1.sampling_pb2 import AdapterChoice

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from rollmesh.client.deliveries import Subscription
 from rollmesh.client.sessions import Delivery, SessionResult
 from rollmesh.runtime.errors import DeadlineError
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from rollmesh.client.scores import ScoreCalls
 from rollmesh.client.sessions import SessionCalls
 from rollmesh.client.states import StateCalls
 from rollmesh.client.weights import WeightCalls
-from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import server_pb2, server_pb2_grpc
 
 

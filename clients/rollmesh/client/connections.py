@@ -9,18 +9,18 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 import grpc
 
-from rollmesh.mesh.directory import (
+from rollmesh.mesh import (
     CollectorDirectory,
     GatewayDirectory,
     Reached,
+    Routers,
+    ScoringEngines,
     SidecarDirectory,
     journal_of,
+    retried,
 )
-from rollmesh.mesh.retries import retried
-from rollmesh.mesh.routers import Routers
-from rollmesh.mesh.scores import ScoringEngines
 from rollmesh.runtime import clock
-from rollmesh.runtime.access.identity import CallerConfig, Identity
+from rollmesh.runtime.access import CallerConfig, Identity
 from rollmesh.runtime.errors import (
     RemoteError,
     RollmeshError,
@@ -29,7 +29,7 @@ from rollmesh.runtime.errors import (
     StoreInDoubtError,
     TooManySessionsError,
 )
-from rollmesh.runtime.rpc.channels import (
+from rollmesh.runtime.rpc import (
     SHORT_KEEPALIVE_MS,
     open_channel,
     request_metadata,

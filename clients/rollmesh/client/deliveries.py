@@ -14,8 +14,8 @@ import grpc
 from rollmesh.client.arguments import Purpose, chosen, filled, purpose_of
 from rollmesh.client.runs import RunCalls, numbered
 from rollmesh.client.sessions import Delivery, Rewards, SessionResult
-from rollmesh.mesh.directory import CollectorDirectory
-from rollmesh.runtime.backoff import Backoff
+from rollmesh.mesh import CollectorDirectory
+from rollmesh.runtime import Background, Backoff
 from rollmesh.runtime.errors import (
     ConsumerExistsError,
     ConsumerMovedError,
@@ -27,9 +27,8 @@ from rollmesh.runtime.errors import (
     SessionUnknownError,
     ShuttingDownError,
 )
-from rollmesh.runtime.rpc.channels import read_stream, stub_of, typed_errors
-from rollmesh.runtime.tasks import Background
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.rpc import read_stream, stub_of, typed_errors
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, sampling_pb2
 
 _log = logging.getLogger(__name__)

@@ -27,16 +27,14 @@ from rollmesh.client.rollouts import (
     with_settings,
 )
 from rollmesh.client.sessions import SessionResult
-from rollmesh.mesh.retries import retried
-from rollmesh.mesh.scores import weights_of
+from rollmesh.mesh import retried, weights_of
+from rollmesh.runtime import Background, number_of, run_of, told
 from rollmesh.runtime.errors import (
     ConsumerUnknownError,
     InvalidFieldError,
     RollmeshError,
     VersionGoneError,
 )
-from rollmesh.runtime.runs import number_of, run_of, told
-from rollmesh.runtime.tasks import Background
 from rollmesh.v1.sampling_pb2 import AdapterChoice
 
 _Z = 1.96

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator
 
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.runtime.telemetry.logs import without_keys
+from rollmesh.runtime.telemetry import without_keys
 
 _NAMES = {
     "APIConnectionError",  # openai, anthropic

@@ -9,20 +9,20 @@ from typing import Any, TypeVar
 import grpc
 
 from rollmesh.client.connections import Connections, MeshAddresses
-from rollmesh.mesh.routers import addresses_of
-from rollmesh.runtime import clock
-from rollmesh.runtime.alarms import (
+from rollmesh.mesh import addresses_of
+from rollmesh.runtime import (
     METRICS,
     Alarm,
+    AlarmLimits,
     Labels,
-    Limits,
     Observation,
     Server,
+    clock,
     raised,
 )
-from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import is_tunnel, stub_of, typed_errors
+from rollmesh.runtime.rpc import is_tunnel, stub_of, typed_errors
 from rollmesh.v1 import (
     collector_pb2,
     gateway_admin_pb2,
@@ -74,7 +74,7 @@ class Observer(Connections):
     """
 
     def __init__(
-        self, addresses: MeshAddresses, limits: Limits | None = None, looks: int = 60
+        self, addresses: MeshAddresses, limits: AlarmLimits | None = None, looks: int = 60
     ) -> None:
         """Takes the addresses.
 
@@ -87,7 +87,7 @@ class Observer(Connections):
             ConfigError: A file that opens the mesh cannot be read, or others may read it.
         """
         super().__init__(addresses)
-        self._limits = limits or Limits()
+        self._limits = limits or AlarmLimits()
         self.history: deque[Observation] = deque(maxlen=looks)
         """The last looks, oldest first. Only the newest has open sessions."""
 

@@ -10,9 +10,9 @@ from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.client.sessions import Session, SessionResult
 from rollmesh.client.starts import Start, start_at
 from rollmesh.client.transcripts import Transcript
-from rollmesh.mesh.retries import retried
+from rollmesh.mesh import retried
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.runtime.rpc.channels import read_stream, stub_of, typed_errors
+from rollmesh.runtime.rpc import read_stream, stub_of, typed_errors
 from rollmesh.v1 import (
     collector_pb2,
     collector_pb2_grpc,

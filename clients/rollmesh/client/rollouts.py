@@ -72,16 +72,15 @@ from rollmesh.client.sessions import (
 from rollmesh.client.shielding import shielded
 from rollmesh.client.starts import Start
 from rollmesh.client.transcripts import Transcript
-from rollmesh.runtime import clock
-from rollmesh.runtime.backoff import Backoff
-from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime import Backoff, clock
+from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     RepeatConflictError,
     RollmeshError,
     SessionClosedError,
 )
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import collector_pb2, gateway_pb2, session_pb2
 from rollmesh.v1.sampling_pb2 import AdapterChoice
 

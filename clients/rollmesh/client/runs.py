@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from rollmesh.client.arguments import filled
 from rollmesh.client.connections import CALL_S, Connections
-from rollmesh.mesh.retries import retried
+from rollmesh.mesh import retried
+from rollmesh.runtime import is_stale, number_of
 from rollmesh.runtime.errors import InvalidFieldError, SupersededError
-from rollmesh.runtime.runs import is_stale, number_of
 from rollmesh.v1 import router_pb2, router_pb2_grpc, trajectory_pb2
 from rollmesh.v1.sampling_pb2 import PolicyRun, VersionSpan
 

@@ -10,9 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from rollmesh.client.arguments import filled
 from rollmesh.client.connections import Connections
-from rollmesh.runtime.codec.arrays import Logprobs, TokenIds, pack_ids, unpack_ids, unpack_logprobs
+from rollmesh.runtime import version_of
+from rollmesh.runtime.codec import Logprobs, TokenIds, pack_ids, unpack_ids, unpack_logprobs
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.runtime.runs import version_of
 from rollmesh.v1 import engine_pb2, trajectory_pb2
 
 _MOST_ID = 2**31 - 1

@@ -32,18 +32,24 @@ from rollmesh.client.runs import RunCalls, of_spans
 from rollmesh.client.scores import Scores, read_scores
 from rollmesh.client.shielding import shielded
 from rollmesh.client.starts import Start
-from rollmesh.mesh.retries import retried
-from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds, unpack_tokens
-from rollmesh.runtime.codec.columns import Columns
-from rollmesh.runtime.codec.conversations import Conversation, conversation_of
-from rollmesh.runtime.codec.enums import name_of
+from rollmesh.mesh import retried
+from rollmesh.runtime import run_of, version_of
+from rollmesh.runtime.codec import (
+    Columns,
+    Conversation,
+    Logprobs,
+    Mask,
+    TokenIds,
+    conversation_of,
+    name_of,
+    unpack_tokens,
+)
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     RepeatConflictError,
     SessionClosedError,
     SessionKeyWrongError,
 )
-from rollmesh.runtime.runs import run_of, version_of
 from rollmesh.v1 import (
     collector_pb2,
     engine_pb2,

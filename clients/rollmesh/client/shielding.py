@@ -5,7 +5,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from rollmesh.runtime.codec.arrays import TokenIds, unpack_ids
-from rollmesh.runtime.codec.conversations import conversation_of
+from rollmesh.runtime.codec import TokenIds, conversation_of, unpack_ids
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 

@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike
 from rollmesh.client.arguments import filled
 from rollmesh.client.runs import RunCalls, run_of_state, state_of_run
 from rollmesh.client.sessions import Delivery
+from rollmesh.runtime import version_of
 from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError, SessionUnknownError
-from rollmesh.runtime.runs import version_of
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import collector_pb2
 from rollmesh.v1.sampling_pb2 import PolicyRun
 

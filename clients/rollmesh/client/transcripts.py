@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.runtime.codec.enums import name_of, text_of
+from rollmesh.runtime.codec import name_of, text_of
 from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, trajectory_pb2
 
 

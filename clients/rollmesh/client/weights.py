@@ -18,12 +18,11 @@ from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.connections import CALL_S
 from rollmesh.client.engines import PAUSE_MODES, EngineControlError
 from rollmesh.client.runs import RunCalls
-from rollmesh.mesh.scores import weights_of
-from rollmesh.runtime.codec.differences import Bits, Difference, checksum
+from rollmesh.mesh import weights_of
+from rollmesh.runtime import run_of, start_of, version_of
+from rollmesh.runtime.codec import Bits, Difference, checksum
 from rollmesh.runtime.errors import InvalidFieldError, NoEngineError, WeightsBaseError
-from rollmesh.runtime.rpc.channels import typed_errors
-from rollmesh.runtime.rpc.statuses import from_status
-from rollmesh.runtime.runs import run_of, start_of, version_of
+from rollmesh.runtime.rpc import from_status, typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc, sampling_pb2
 from rollmesh.v1.sampling_pb2 import PolicyRun
 

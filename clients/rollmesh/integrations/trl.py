@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
-from rollmesh.batches import Row, rows_of
-from rollmesh.batches.metrics import StepCounts
+from rollmesh.batches import Row, StepCounts, rows_of
 from rollmesh.client import (
     AgentRunner,
     Client,
     Group,
+    GroupIds,
     MeshAddresses,
     Retries,
     RewardFunction,
@@ -36,11 +36,11 @@ from rollmesh.client import (
     SessionResult,
     TimeLimits,
     WeightDeltas,
+    chosen,
     rollout,
+    run_of_state,
+    state_of_run,
 )
-from rollmesh.client.arguments import chosen
-from rollmesh.client.rollouts import GroupIds
-from rollmesh.client.runs import run_of_state, state_of_run
 from rollmesh.runtime.errors import (
     CheckpointUnknownError,
     ConsumerUnknownError,

@@ -15,10 +15,10 @@ engine. This one reaches all engines of a mesh:
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from rollmesh.client import Transfer
 from rollmesh.client.sync import Client
-from rollmesh.client.weights import Transfer
-from rollmesh.mesh.scores import weights_of
-from rollmesh.runtime.codec.cuda_handles import json_handles
+from rollmesh.mesh import weights_of
+from rollmesh.runtime.codec import json_handles
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import router_pb2
 

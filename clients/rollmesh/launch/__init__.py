@@ -3,3 +3,7 @@
 `rollmesh up` runs all of them on one machine. `rollmesh.integrations.ray` runs each where Ray
 places it. It imports the runtime only.
 """
+
+from rollmesh.runtime.doors import door
+
+__getattr__ = door(__name__)

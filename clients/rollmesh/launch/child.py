@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import IO, Any, ClassVar
 
 from rollmesh.launch.plan import ProcessSpec
-from rollmesh.runtime import clock
-from rollmesh.runtime.backoff import Backoff
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime import Backoff, clock
+from rollmesh.runtime.telemetry import fields
 
 _log = logging.getLogger(__name__)
 _KILL_AFTER_GRACE_MS = 5_000

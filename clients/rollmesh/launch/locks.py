@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollmesh.runtime.access.tokens import make_tokens
+from rollmesh.runtime import make_folder
+from rollmesh.runtime.access import make_tokens
 from rollmesh.runtime.config import ConfigError, MeshConfig
-from rollmesh.runtime.owner_only import make_folder
 
 
 def mesh_tokens(mesh: MeshConfig) -> Path | None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollmesh.runtime.access.identity import CallerConfig
+from rollmesh.runtime.access import CallerConfig
 from rollmesh.runtime.config import (
     ConfigError,
     MeshConfig,
@@ -24,7 +24,7 @@ from rollmesh.runtime.config import (
     own_table,
     shared_settings,
 )
-from rollmesh.runtime.rpc.listening import GRACE_MS
+from rollmesh.runtime.rpc import GRACE_MS
 
 VIEW_PORT = 7180
 """Where a viewer listens by default."""

@@ -20,15 +20,12 @@ from prometheus_client import Counter
 from rollmesh.client import Client, Delivery, MeshAddresses, SubscribeOptions, Subscription
 from rollmesh.record import aside
 from rollmesh.record.files import COMMITS, PARTS, Writer
-from rollmesh.runtime import clock, owner_only
+from rollmesh.runtime import clock, first_of, owner_only
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.process import faults
-from rollmesh.runtime.process.main import stop_signals
-from rollmesh.runtime.tasks import first_of
-from rollmesh.runtime.telemetry.endpoint import metrics_endpoint
-from rollmesh.runtime.telemetry.logs import configure_logging, fields
+from rollmesh.runtime.process import faults, stop_signals
+from rollmesh.runtime.telemetry import configure_logging, fields, metrics_endpoint
 from rollmesh.v1 import collector_pb2, session_pb2
 
 _log = logging.getLogger(__name__)

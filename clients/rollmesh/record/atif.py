@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
-from rollmesh.client import SessionResult, Trajectory
-from rollmesh.client.sessions import reason_names
+from rollmesh.client import SessionResult, Trajectory, reason_names
 from rollmesh.record import images
 from rollmesh.record.tables import leaves_of, spans_in
-from rollmesh.runtime.codec.conversations import Conversation, arguments_of
-from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.codec import Conversation, arguments_of, name_of
 from rollmesh.v1 import chat_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 Decode: TypeAlias = Callable[[list[int]], str]

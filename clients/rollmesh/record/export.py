@@ -8,7 +8,7 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
-from rollmesh.mesh.directory import CollectorDirectory
+from rollmesh.mesh import CollectorDirectory
 from rollmesh.record import aside
 from rollmesh.record.atif import write_documents
 from rollmesh.record.evals import write_log
@@ -16,7 +16,7 @@ from rollmesh.record.otel import send_spans, write_spans
 from rollmesh.record.rows import NO_MESSAGES, Decoder, decoder, write_rows
 from rollmesh.record.tables import Stored
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.codec.enums import summary_of
+from rollmesh.runtime.codec import summary_of
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError, TracesConfig
 from rollmesh.v1 import collector_pb2, session_pb2
 

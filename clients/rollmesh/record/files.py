@@ -25,7 +25,7 @@ from rollmesh.record import aside, images, late
 from rollmesh.record.schema import VERSION, VERSION_KEY, schema_of
 from rollmesh.record.tables import Stored, Tables, record_of, tables_of, with_versions
 from rollmesh.runtime import clock, owner_only
-from rollmesh.runtime.codec.records import apply_rewards
+from rollmesh.runtime.codec import apply_rewards
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionDamagedError
 from rollmesh.v1 import collector_pb2, session_pb2
@@ -34,7 +34,7 @@ _Row: TypeAlias = dict[str, Any]
 _LOCK, _INDEX, _WRITING, _IMAGES = "_lock", "_index.sqlite", "_writing", "images"
 PARTS = ("nodes", "trajectories")
 """The files of these tables are renamed before the files of `COMMITS`."""
-COMMITS = ("sessions", *late.TABLES)
+COMMITS = ("sessions", *late.LATE_TABLES)
 _NAMES = "date=*/[0-9]*-????????.parquet"
 _ARRAYS = ("token_ids", "logprobs", "loss_mask", "values", "top_ids", "top_logprobs")
 _OF_SPANS = {"policy_versions", "policy_runs"}
@@ -233,7 +233,7 @@ class Writer:
                         reason = f"{type(error).__name__}: {error}"
                         self.refused[id_] = aside.Refused(reason, record.SerializeToString())
         for (table, day), rows in list(self._rows.items()):
-            if table not in late.TABLES:
+            if table not in late.LATE_TABLES:
                 rows[:] = [row for row in rows if row["session_id"] not in self.refused]
             if not rows:
                 del self._rows[table, day]

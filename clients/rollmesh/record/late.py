@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from rollmesh.runtime.runs import number_of, run_of, version_of
+from rollmesh.runtime import number_of, run_of, version_of
 from rollmesh.v1 import collector_pb2, session_pb2, trajectory_pb2
 
 _Row: TypeAlias = dict[str, Any]
-TABLES = ("rewards", "annotations", "scores")
+LATE_TABLES = ("rewards", "annotations", "scores")
 _VALUES = {
     "rewards": ("reward", "trajectory_rewards", "turn_rewards"),
     "annotations": ("values",),

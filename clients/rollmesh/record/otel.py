@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from rollmesh.record.tables import leaves_of, spans_in
 from rollmesh.runtime.config import ConfigError, TracesConfig
 from rollmesh.runtime.errors import RemoteError
-from rollmesh.runtime.telemetry import genai, tracing
-from rollmesh.runtime.telemetry.tracing import Place, Span
+from rollmesh.runtime.telemetry import Place, Span, genai, tracing
 from rollmesh.v1 import session_pb2, trajectory_pb2
 
 _IDS = ("traceId", "spanId", "parentSpanId")

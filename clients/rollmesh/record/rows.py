@@ -15,12 +15,17 @@ from google.protobuf.message import Message
 
 from rollmesh.record import images
 from rollmesh.record.tables import leaves_of
-from rollmesh.runtime.codec.arrays import unpack_tokens
-from rollmesh.runtime.codec.columns import Columns
-from rollmesh.runtime.codec.conversations import arguments_of, conversation_of
-from rollmesh.runtime.codec.enums import name_of, plain, summary_of
+from rollmesh.runtime import run_of, version_of
+from rollmesh.runtime.codec import (
+    Columns,
+    arguments_of,
+    conversation_of,
+    name_of,
+    plain,
+    summary_of,
+    unpack_tokens,
+)
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.runs import run_of, version_of
 from rollmesh.v1 import session_pb2, trajectory_pb2
 
 _PARQUET_ROWS = 256

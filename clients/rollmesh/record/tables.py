@@ -17,10 +17,9 @@ from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_tokens
-from rollmesh.runtime.codec.enums import name_of, plain
+from rollmesh.runtime import number_of, run_of, version_of
+from rollmesh.runtime.codec import name_of, pack_ids, pack_logprobs, plain, unpack_tokens
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.runs import number_of, run_of, version_of
 from rollmesh.v1 import chat_pb2, collector_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from rollmesh.v1.sampling_pb2 import TokenColumn
 

@@ -8,18 +8,13 @@ from contextlib import aclosing
 
 import uvloop
 
-from rollmesh.mesh.directory import GatewayDirectory
+from rollmesh.mesh import GatewayDirectory
 from rollmesh.runtime import owner_only
-from rollmesh.runtime.access.identity import Identity, present
+from rollmesh.runtime.access import Identity, present
 from rollmesh.runtime.config import ConfigError, parse_config
-from rollmesh.runtime.process import faults
-from rollmesh.runtime.process.children import raise_descriptor_limit
-from rollmesh.runtime.process.main import print_ready, stop_signals
-from rollmesh.runtime.rpc.listening import Bound, bind_host
-from rollmesh.runtime.rpc.server import check_exposed
-from rollmesh.runtime.telemetry import tracing
-from rollmesh.runtime.telemetry.endpoint import metrics_endpoint
-from rollmesh.runtime.telemetry.logs import configure_logging, fields
+from rollmesh.runtime.process import faults, print_ready, raise_descriptor_limit, stop_signals
+from rollmesh.runtime.rpc import Bound, bind_host, check_exposed
+from rollmesh.runtime.telemetry import configure_logging, fields, metrics_endpoint, tracing
 from rollmesh.sidecar.app import serving
 from rollmesh.sidecar.config import SidecarConfig
 

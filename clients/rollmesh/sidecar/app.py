@@ -14,12 +14,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rollmesh.mesh.directory import GatewayDirectory
-from rollmesh.mesh.routers import Membership
-from rollmesh.mesh.tunnels import DialOut
-from rollmesh.runtime.access.identity import Identity
+from rollmesh.mesh import DialOut, GatewayDirectory, Membership
+from rollmesh.runtime.access import Identity
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.listening import bind_host
+from rollmesh.runtime.rpc import bind_host
 from rollmesh.sidecar.chat import CHAT
 from rollmesh.sidecar.config import SidecarConfig, advertised
 from rollmesh.sidecar.errors import (

@@ -13,8 +13,7 @@ from typing import Any
 import orjson
 from prometheus_client import Counter
 
-from rollmesh.runtime.codec.images import read_base64, read_data_url
-from rollmesh.runtime.codec.sampling_ranges import SAMPLING_RANGES
+from rollmesh.runtime.codec import SAMPLING_RANGES, read_base64, read_data_url
 from rollmesh.runtime.errors import InvalidFieldError, InvalidImageError, UnsupportedPartError
 from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, trajectory_pb2
 

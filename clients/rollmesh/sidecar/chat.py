@@ -11,9 +11,8 @@ from typing import Any
 
 import orjson
 
-from rollmesh.runtime import clock
-from rollmesh.runtime.caches import ByteCache
-from rollmesh.runtime.codec.enums import text_of
+from rollmesh.runtime import ByteCache, clock
+from rollmesh.runtime.codec import text_of
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar import body
 from rollmesh.sidecar.body import excerpt, flag, members, string

@@ -6,7 +6,7 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, ConfigError, OneOf
-from rollmesh.runtime.rpc.listening import ListeningConfig, Port
+from rollmesh.runtime.rpc import ListeningConfig, Port
 
 _MOST_PREFIX_CHARS = 128
 _PORTS = {"http": 80, "https": 443}

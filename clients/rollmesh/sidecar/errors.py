@@ -7,8 +7,8 @@ from typing import NamedTuple, TypeAlias
 import orjson
 
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
-from rollmesh.runtime.rpc.statuses import MAX_MESSAGE_BYTES, cut_text
-from rollmesh.runtime.telemetry.logs import without_keys
+from rollmesh.runtime.rpc import MAX_MESSAGE_BYTES, cut_text
+from rollmesh.runtime.telemetry import without_keys
 
 _log = logging.getLogger(__name__)
 _STATUS = {

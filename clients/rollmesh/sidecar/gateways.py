@@ -5,11 +5,10 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
-from rollmesh.mesh.directory import GatewayDirectory
-from rollmesh.runtime import clock
-from rollmesh.runtime.backoff import Backoff
+from rollmesh.mesh import GatewayDirectory
+from rollmesh.runtime import Backoff, clock
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import read_stream, request_metadata, typed_errors
+from rollmesh.runtime.rpc import read_stream, request_metadata, typed_errors
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import ModelUnknownError
 from rollmesh.v1 import gateway_pb2

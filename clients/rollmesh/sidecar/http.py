@@ -28,13 +28,12 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from rollmesh.runtime.access.tls import Reloaded, read_secret
+from rollmesh.runtime import BytesInFlight, HeldRequest
+from rollmesh.runtime.access import Reloaded, read_secret
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import OverloadedError, RollmeshError
-from rollmesh.runtime.in_flight import BytesInFlight, HeldRequest
-from rollmesh.runtime.rpc.listening import bind_host
-from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.runtime.telemetry.metrics import watch_bytes
+from rollmesh.runtime.rpc import bind_host
+from rollmesh.runtime.telemetry import fields, watch_bytes
 from rollmesh.sidecar.config import HttpConfig
 from rollmesh.sidecar.errors import (
     BodyTooLargeError,

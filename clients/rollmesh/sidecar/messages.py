@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from rollmesh.runtime.codec.enums import text_of
+from rollmesh.runtime.codec import text_of
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.sidecar import body
 from rollmesh.sidecar.body import excerpt, flag, members, string

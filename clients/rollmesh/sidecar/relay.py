@@ -19,7 +19,7 @@ import httptools
 from starlette.types import Message, Receive, Scope, Send
 
 from rollmesh.internal.v1 import tunnels_pb2, tunnels_pb2_grpc
-from rollmesh.mesh.tunnels import MOST_CONNECTIONS, RESUME_S, Connection, Tunnel, answers_of
+from rollmesh.mesh import MOST_CONNECTIONS, RESUME_S, Connection, Tunnel, answers_of
 from rollmesh.runtime.config import Bounds
 from rollmesh.runtime.errors import (
     NoSidecarError,
@@ -29,9 +29,7 @@ from rollmesh.runtime.errors import (
     ShuttingDownError,
     SupersededError,
 )
-from rollmesh.runtime.rpc.channels import tunnel_address
-from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.runtime.rpc.listening import Port, ServerConfig
+from rollmesh.runtime.rpc import Context, Port, ServerConfig, tunnel_address
 from rollmesh.sidecar.app import protocol_of
 from rollmesh.sidecar.config import HttpConfig
 from rollmesh.sidecar.errors import Headers, StoppingError, typed

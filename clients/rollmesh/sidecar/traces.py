@@ -4,8 +4,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollmesh.runtime.telemetry import genai, tracing
-from rollmesh.runtime.telemetry.logs import current_request_id
+from rollmesh.runtime.telemetry import current_request_id, genai, tracing
 
 
 def traced(route: str, endpoint: ASGIApp) -> ASGIApp:

@@ -24,18 +24,16 @@ from prometheus_client import Counter, Histogram
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from rollmesh.runtime.codec.enums import name_of, text_of
+from rollmesh.runtime import FairSlots
+from rollmesh.runtime.codec import name_of, text_of
 from rollmesh.runtime.errors import (
     DeadlineError,
     InvalidFieldError,
     RollmeshError,
     SessionKeyWrongError,
 )
-from rollmesh.runtime.fairness import FairSlots
-from rollmesh.runtime.process import faults
-from rollmesh.runtime.process.memory import FreedMemory
-from rollmesh.runtime.telemetry import genai, tracing
-from rollmesh.runtime.telemetry.logs import fields, set_request_id
+from rollmesh.runtime.process import FreedMemory, faults
+from rollmesh.runtime.telemetry import fields, genai, set_request_id, tracing
 from rollmesh.sidecar.body import Parameters
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import JSON, Headers, HttpError, StoppingError, shown_text, typed

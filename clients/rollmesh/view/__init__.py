@@ -6,7 +6,17 @@ May import `batches`, `client`, `record`, `runtime` and `v1`.
 """
 
 from rollmesh.view.app import Viewer, ViewSettings
+from rollmesh.view.history import History
 from rollmesh.view.index import Index
 from rollmesh.view.selection import Selection
+from rollmesh.view.sessions import closed_session, running_session
 
-__all__ = ["Index", "Selection", "ViewSettings", "Viewer"]
+__all__ = [
+    "History",
+    "Index",
+    "Selection",
+    "ViewSettings",
+    "Viewer",
+    "closed_session",
+    "running_session",
+]

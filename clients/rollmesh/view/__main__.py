@@ -17,11 +17,11 @@ from tokenizers import Tokenizer
 
 from rollmesh.batches import PackageMissingError
 from rollmesh.client import Client, MeshAddresses, Observer
-from rollmesh.launch.plan import VIEW_PORT
+from rollmesh.launch import VIEW_PORT
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
-from rollmesh.runtime.process.main import stop_signals
-from rollmesh.runtime.telemetry.logs import configure_logging
+from rollmesh.runtime.process import stop_signals
+from rollmesh.runtime.telemetry import configure_logging
 from rollmesh.view import Index, Viewer, ViewSettings
 from rollmesh.view.app import Source
 from rollmesh.view.mesh import Mesh

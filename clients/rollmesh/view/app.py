@@ -22,9 +22,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollmesh.runtime import clock
+from rollmesh.runtime import REASONS, clock
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionUnknownError
-from rollmesh.runtime.words import REASONS
 from rollmesh.v1 import collector_pb2
 from rollmesh.view.index import Index
 from rollmesh.view.mesh import Mesh

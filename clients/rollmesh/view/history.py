@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, TypeAlias
 
-from rollmesh.runtime.alarms import Observation
-from rollmesh.runtime.codec.enums import name_of
-from rollmesh.runtime.runs import told
+from rollmesh.runtime import Observation, told
+from rollmesh.runtime.codec import name_of
 from rollmesh.v1 import router_pb2
 
 _POINTS, _EVENTS = 1440, 500

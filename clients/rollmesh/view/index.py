@@ -14,9 +14,9 @@ from dataclasses import asdict
 from typing import Any
 
 from rollmesh.client import pass_at
-from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime import STRIDE, run_of, told, version_of
+from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.runs import STRIDE, run_of, told, version_of
 from rollmesh.v1 import session_pb2, trajectory_pb2
 from rollmesh.view.selection import NUMBERS, VALUE_CHARACTERS, Selection, spaced
 

@@ -6,13 +6,10 @@ from contextlib import suppress
 from typing import Any
 
 from rollmesh.client import Client, Observer, states_of
-from rollmesh.runtime import clock
-from rollmesh.runtime.alarms import Alarm
-from rollmesh.runtime.backoff import Backoff
-from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime import Alarm, Backoff, clock, told
+from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.errors import RollmeshError, SessionUnknownError
-from rollmesh.runtime.runs import told
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import collector_pb2, gateway_pb2, router_pb2, session_pb2
 from rollmesh.view.history import History
 from rollmesh.view.index import Index

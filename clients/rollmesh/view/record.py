@@ -7,11 +7,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
-from rollmesh.record.files import PARTS, read_annotations, read_rewards, read_session, read_tables
-from rollmesh.record.tables import record_of
+from rollmesh.record import (
+    PARTS,
+    read_annotations,
+    read_rewards,
+    read_session,
+    read_tables,
+    record_of,
+)
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import RollmeshError, SessionDamagedError, SessionUnknownError
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import collector_pb2
 from rollmesh.view.index import Index
 

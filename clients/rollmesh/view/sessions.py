@@ -7,11 +7,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rollmesh.client.transcripts import message_of
-from rollmesh.runtime.codec.arrays import unpack_logprobs, unpack_tokens
-from rollmesh.runtime.codec.enums import name_of, plain
-from rollmesh.runtime.runs import run_of, version_of
-from rollmesh.runtime.words import label_of, mask_words
+from rollmesh.client import message_of
+from rollmesh.runtime import label_of, mask_words, run_of, version_of
+from rollmesh.runtime.codec import name_of, plain, unpack_logprobs, unpack_tokens
 from rollmesh.v1 import (
     chat_pb2,
     collector_pb2,

@@ -14,8 +14,7 @@ import aiohttp
 from examples.demo.audit import Audit
 from examples.demo.run import Plan
 from examples.demo.tasks import Task
-from rollmesh.client import Session
-from rollmesh.client.runners import AgentRunner
+from rollmesh.client import AgentRunner, Session
 from rollmesh.integrations.harbor import HarborRunner
 from tests.faults.proxy import Proxy, proxy_to
 from tests.processes import reserved_port

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from rollmesh.cli.config import check_mesh, installed
-from rollmesh.runtime.access.tokens import make_tokens
+from rollmesh.cli import check_mesh, installed
+from rollmesh.runtime.access import make_tokens
 from rollmesh.runtime.config import SERVICES
 from tests.trial_certificates import copy_certificates
 

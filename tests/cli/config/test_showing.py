@@ -7,7 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from rollmesh.cli.config import installed
+from rollmesh.cli import installed
 from rollmesh.runtime.config import describe
 
 MESH = """

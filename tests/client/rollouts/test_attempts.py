@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from rollmesh.client import Client, Retries, Session, TimeLimits, rollout, rollout_groups
 from rollmesh.runtime.errors import SessionUnknownError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, gateway_pb2, session_pb2
 from tests.client.conftest import addresses_of, length, one_sample
 from tests.collector.collectors import collector_at

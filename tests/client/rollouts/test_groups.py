@@ -3,9 +3,15 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.client import GroupOutcome, RolloutSummary, SampleOutcome
-from rollmesh.client.rollouts import Durations, GroupState, needed_of
-from rollmesh.client.sessions import Outcome
+from rollmesh.client import (
+    Durations,
+    GroupOutcome,
+    GroupState,
+    Outcome,
+    RolloutSummary,
+    SampleOutcome,
+    needed_of,
+)
 from rollmesh.runtime.errors import InvalidFieldError
 
 OUTCOMES: list[Outcome] = ["COMPLETED", "FAILED", "ABORTED"]

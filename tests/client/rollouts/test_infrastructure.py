@@ -10,13 +10,14 @@ import pytest
 
 from rollmesh.client import (
     Client,
+    CommandLostError,
+    CommandRunner,
     InfrastructureError,
     Retries,
     Session,
     is_infrastructure,
     rollout,
 )
-from rollmesh.client.runners.commands import CommandLostError, CommandRunner
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError
 from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.client.conftest import addresses_of, one_sample

@@ -10,8 +10,7 @@ from contextlib import contextmanager, redirect_stderr
 
 import pytest
 
-from rollmesh.client import RolloutSummary
-from rollmesh.client.rollouts import showing
+from rollmesh.client import RolloutSummary, showing
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"

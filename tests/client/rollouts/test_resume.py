@@ -6,8 +6,15 @@ from unittest.mock import AsyncMock, patch
 
 import pytest
 
-from rollmesh.client import Client, InfrastructureError, Retries, RolloutSettings, Session, rollout
-from rollmesh.client.rollouts import GroupIds
+from rollmesh.client import (
+    Client,
+    GroupIds,
+    InfrastructureError,
+    Retries,
+    RolloutSettings,
+    Session,
+    rollout,
+)
 from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError
 from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.client.conftest import length

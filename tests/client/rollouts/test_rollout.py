@@ -5,15 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.client import (
-    Client,
-    SampleOutcome,
-    Session,
-    TimeLimits,
-    register_runner,
-    rollout,
-    rollouts,
-)
+from rollmesh.client import Client, SampleOutcome, Session, TimeLimits, register_runner, rollout
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError
 from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.client.conftest import length
@@ -226,7 +218,7 @@ async def test_progress_is_a_line_where_it_is_asked_for_and_nobody_looks(
     wanted: Any,
     lines: int,
 ) -> None:
-    monkeypatch.setattr(rollouts, "_LINE_MS", 3_600_000)  # no line but the last
+    monkeypatch.setattr("rollmesh.client.rollouts._LINE_MS", 3_600_000)  # no line but the last
     await rollout(client, ["p"], runner=length, n=2, progress=wanted)
     written = capsys.readouterr().err.splitlines()
     assert len(written) == lines

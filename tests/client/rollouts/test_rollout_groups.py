@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from rollmesh.client import Client, Session, rollout, rollout_groups
-from rollmesh.client.rollouts import Needed
+from rollmesh.client import Client, Needed, Session, rollout, rollout_groups
 from tests.client.conftest import length
 from tests.sidecar.scripted_gateway import ScriptedGateway
 

@@ -8,15 +8,15 @@ import pytest
 from rollmesh.client import (
     Client,
     Episode,
+    RewardCalls,
     Rewards,
     SampleOutcome,
     Session,
     TimeLimits,
     Transcript,
+    read_rewards,
     rollout,
 )
-from rollmesh.client.rollouts import RewardCalls
-from rollmesh.client.sessions import read_rewards
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from tests.client.conftest import one_sample

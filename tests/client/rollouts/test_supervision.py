@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from rollmesh.client.rollouts import (
+from rollmesh.client import (
     AgentExitedError,
     AgentStoppedError,
     AgentTimeLimitError,
+    shielded,
     supervised,
 )
-from rollmesh.client.shielding import shielded
 
 
 async def never() -> Any:

@@ -11,8 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollmesh.client import Client, Session, rollout
-from rollmesh.client.runners.commands import CommandError, CommandRunner
+from rollmesh.client import Client, CommandError, CommandRunner, Session, rollout
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import session_pb2
 from tests.sidecar.scripted_gateway import ScriptedGateway

@@ -5,14 +5,14 @@ import sys
 import pytest
 
 from rollmesh.client import Client, MeshAddresses, Session, sync
-from rollmesh.mesh.retries import retried
+from rollmesh.mesh import retried
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     RemoteError,
     SessionUnknownError,
     TooManySessionsError,
 )
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, sampling_pb2, session_pb2
 from tests.client.conftest import addresses_of
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.log import Verdict, judge, trained_spans, usable
+from rollmesh.collector import Verdict, judge, trained_spans, usable
 from rollmesh.v1 import collector_pb2 as pb, session_pb2, trajectory_pb2
 from tests.collector.records import record, trajectory
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.collector.log import ABANDONED, Formed, Member, entries_of, form
+from rollmesh.collector import ABANDONED, Formed, Member, entries_of, form
 from rollmesh.v1 import collector_pb2 as pb
 
 

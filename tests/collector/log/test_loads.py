@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.collector.log import Loaded, Unit, judge_unit, split
+from rollmesh.collector import Loaded, Unit, judge_unit, split
 from rollmesh.v1 import collector_pb2 as pb, session_pb2, trajectory_pb2
 from tests.collector.records import record, trajectory, tree_record
 

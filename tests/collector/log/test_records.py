@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.collector.log import join, split, tokens_of, turns_of
+from rollmesh.collector import join, split, tokens_of, turns_of
 from rollmesh.runtime.errors import SessionDamagedError
 from rollmesh.v1 import session_pb2, trajectory_pb2
 from tests.collector.records import (

@@ -1,4 +1,4 @@
-from rollmesh.collector.retention import Retention
+from rollmesh.collector import Retention
 
 """When settled sessions are removed."""
 

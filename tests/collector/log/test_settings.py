@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.settings import DEFAULT_LEASE_MS, created, updated
+from rollmesh.collector import DEFAULT_LEASE_MS, created, updated
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import collector_pb2 as pb, trajectory_pb2
 

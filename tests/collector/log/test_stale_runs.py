@@ -2,8 +2,8 @@
 
 import pytest
 
-from rollmesh.collector.log import judge, usable
-from rollmesh.runtime.runs import number_of, opened
+from rollmesh.collector import judge, usable
+from rollmesh.runtime import number_of, opened
 from rollmesh.v1 import collector_pb2 as pb, session_pb2
 from rollmesh.v1.sampling_pb2 import PolicyRun, VersionSpan
 from tests.collector.records import record

@@ -4,14 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.log import (
-    SESSION_LOG,
-    Arrival,
-    counts_of,
-    key_of,
-    log_of,
-    run_and_group,
-)
+from rollmesh.collector import SESSION_LOG, Arrival, counts_of, key_of, log_of, run_and_group
 from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 

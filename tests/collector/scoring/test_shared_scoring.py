@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.collector.log import Arrival
+from rollmesh.collector import Arrival
 from rollmesh.runtime import clock
 from rollmesh.v1 import collector_pb2 as pb, scorer_pb2, scorer_pb2_grpc, session_pb2
 from tests.collector.collectors import TIMEOUT_S, stub_at, subscribing

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.runtime.rpc import from_rpc_error
 from rollmesh.v1 import collector_pb2, session_pb2
 from tests.collector.collectors import TIMEOUT_S, ingest, ingest_all, stub_at, subscribing
 from tests.collector.damage import damaged_store

@@ -16,8 +16,7 @@ from rollmesh.runtime.errors import (
     ConsumerUnknownError,
     InvalidFieldError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.runtime.rpc import from_rpc_error, open_channel, typed_errors
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc
 from tests.collector.collectors import (
     TIMEOUT_S,

@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.client import Subscription
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 from tests.collector.records import record
 from tests.processes import ServiceProcess, running

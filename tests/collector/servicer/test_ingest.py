@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.collector import Store
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.runtime.rpc import from_rpc_error
 from rollmesh.v1 import collector_pb2
 from tests.collector.collectors import (
     TIMEOUT_S,

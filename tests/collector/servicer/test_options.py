@@ -15,8 +15,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     SessionUnknownError,
 )
-from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.runtime.rpc import from_rpc_error, open_channel
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import (
     GROUP,

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Client, MeshAddresses, SubscribeOptions, Subscription
+from rollmesh.runtime import number_of, opened
 from rollmesh.runtime.errors import InvalidFieldError, RunAbandonedError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.runtime.runs import number_of, opened
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc
 from rollmesh.v1.sampling_pb2 import PolicyRun
 from tests.collector.collectors import TIMEOUT_S, collector_at

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from rollmesh.collector import Store
-from rollmesh.collector.retention import Retention
+from rollmesh.collector import Retention, Store
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, StoreFullError
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.records import record, trajectory

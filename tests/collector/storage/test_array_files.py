@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.collector import Store
-from rollmesh.collector.log import Arrival
-from rollmesh.collector.retention import Retention
-from rollmesh.collector.sqlite import open_sqlite as open_store
+from rollmesh.collector import Arrival, Retention, Store, open_sqlite as open_store
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     SessionDamagedError,

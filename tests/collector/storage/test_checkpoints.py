@@ -8,9 +8,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from rollmesh.collector import Store
-from rollmesh.collector.log import Settlement
-from rollmesh.collector.retention import Retention
+from rollmesh.collector import Retention, Settlement, Store
 from rollmesh.runtime.errors import (
     CheckpointUnknownError,
     ConsumerUnknownError,

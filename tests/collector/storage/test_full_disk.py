@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from rollmesh.collector import sqlite as sqlite_store
-from rollmesh.runtime.database import Database
+from rollmesh.runtime import Database
 from rollmesh.runtime.errors import StoreFullError
-from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.collectors import TIMEOUT_S, ingest_all, stub_at, subscribing
 from tests.collector.records import record, trajectory
@@ -25,7 +24,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Database]:
             super().__init__(*arguments, **settings)
             found.append(self)
 
-    monkeypatch.setattr(sqlite_store, "Database", Noted)
+    monkeypatch.setattr("rollmesh.collector.sqlite.Database", Noted)
     return found
 
 

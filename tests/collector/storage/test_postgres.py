@@ -8,14 +8,13 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.runtime import postgres
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     StoreAwayError,
     StoreError,
 )
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc
 from tests.collector.collectors import (
     TIMEOUT_S,
@@ -111,7 +110,7 @@ async def test_a_name_that_cannot_be_stored_is_refused_and_hurts_no_other(
 async def test_an_address_that_is_none_is_refused_and_a_password_is_never_said(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgres, "_PATIENCE_MS", 0)
+    monkeypatch.setattr("rollmesh.runtime.postgres._PATIENCE_MS", 0)
     with pytest.raises(ConfigError) as refused:
         async with postgres_store("postgresql://u:secret@h/d?what=is-this"):
             pass

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Subscription
-from rollmesh.collector.log import Arrival
+from rollmesh.collector import Arrival
 from rollmesh.runtime.errors import (
     StoreAwayError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc
 from tests.collector.collectors import (
     GROUP,

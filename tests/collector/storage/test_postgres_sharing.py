@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector import Store
-from rollmesh.collector.streams import Subscriptions
+from rollmesh.collector import Store, Subscriptions
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
     StoreAwayError,
 )
-from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.collectors import (
     GROUP,

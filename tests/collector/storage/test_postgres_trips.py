@@ -7,10 +7,9 @@ from typing import Any, TypeAlias
 import psycopg
 import pytest
 
-from rollmesh.collector import Store
-from rollmesh.collector.log import Arrival, Settlement
+from rollmesh.collector import Arrival, Settlement, Store
+from rollmesh.runtime import Connection
 from rollmesh.runtime.errors import StoreAwayError, StoreFullError
-from rollmesh.runtime.postgres import Connection
 from rollmesh.v1 import collector_pb2 as pb, session_pb2
 from tests.collector.collectors import GROUP
 from tests.collector.postgres_server import Database

@@ -7,9 +7,7 @@ from typing import TypeAlias
 
 import pytest
 
-from rollmesh.collector import Store
-from rollmesh.collector.log import Settlement, Unit
-from rollmesh.collector.retention import Retention
+from rollmesh.collector import Retention, Settlement, Store, Unit
 from rollmesh.runtime.errors import SessionUnknownError, StoreFullError
 from rollmesh.v1 import collector_pb2 as pb, session_pb2
 from tests.collector.postgres_server import postgres_database

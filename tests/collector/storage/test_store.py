@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector import Store
-from rollmesh.collector.log import Arrival
-from rollmesh.collector.store import LOAD_BYTES
+from rollmesh.collector import LOAD_BYTES, Arrival, Store
 from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError, SessionUnknownError
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.collectors import GROUP

@@ -2,8 +2,7 @@
 
 import pytest
 
-from rollmesh.collector import Store
-from rollmesh.collector.log import Settlement
+from rollmesh.collector import Settlement, Store
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import collector_pb2 as pb, trajectory_pb2
 from tests.collector.collectors import GROUP

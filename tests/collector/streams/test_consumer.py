@@ -1,8 +1,7 @@
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollmesh.collector.log import Page, Unit
-from rollmesh.collector.streams import Consumer, Stream
+from rollmesh.collector import Consumer, Page, Stream, Unit
 from rollmesh.v1 import collector_pb2 as pb
 
 TRAINER = pb.Consumer(name="trainer", unit=pb.DELIVERY_UNIT_SESSION, lease_ms=100)

@@ -8,9 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.collector.store import LOAD_BYTES
-from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.runtime.rpc.listening import ServerConfig
+from rollmesh.collector import LOAD_BYTES
+from rollmesh.runtime.rpc import ServerConfig, open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import (
     GROUP,

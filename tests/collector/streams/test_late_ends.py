@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from rollmesh.collector.streams import Subscriptions
+from rollmesh.collector import Subscriptions
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.records import record
 from tests.collector.stores import Reader, fill, sqlite_store

@@ -7,10 +7,9 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.client import SubscribeOptions, Subscription
-from rollmesh.client.rollouts import GroupOutcome
+from rollmesh.client import GroupOutcome, SubscribeOptions, Subscription
 from rollmesh.runtime.errors import DeadlineError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import GROUP, TIMEOUT_S, collector_at, ingest, subscribing
 from tests.collector.records import record

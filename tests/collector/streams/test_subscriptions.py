@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.client import SessionResult, SubscribeOptions, Subscription, Trajectory
 from rollmesh.runtime.errors import InvalidFieldError, ShuttingDownError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 from tests.collector.collectors import TIMEOUT_S, collector_at, ingest_all
 from tests.collector.records import record, trajectory

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.engine.scripted import scripted_experts
-from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT, experts_of, joined, support_of
+from rollmesh.engine import scripted_experts
+from rollmesh.runtime.codec import EXPERTS, SUPPORT, experts_of, joined, support_of
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import server_pb2, server_pb2_grpc
 from tests.engine.engines import PROMPT, Engine
 

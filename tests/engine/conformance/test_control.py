@@ -14,7 +14,7 @@ from rollmesh.runtime.errors import (
     StaleVersionError,
     WeightsDroppedError,
 )
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.controls import ABORT, RESET_PREFIX_CACHE, RESUME, WAIT, WAKE_UP, abort, pause, sleep
 from tests.engine.engines import LONG, Engine, Result

@@ -13,7 +13,7 @@ from rollmesh.runtime.errors import (
     ModelMismatchError,
     RequestIdInUseError,
 )
-from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.controls import Control, abort, sleep
 from tests.engine.engines import ATTACHED, LONG, Engine

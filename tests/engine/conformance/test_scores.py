@@ -13,7 +13,7 @@ from rollmesh.runtime.errors import (
     RequestIdInUseError,
     WeightsDroppedError,
 )
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import server_pb2, server_pb2_grpc
 from tests.controls import ABORT, ABORT_ALL, RESUME, WAKE_UP, pause, sleep
 from tests.engine.engines import LONG, PROMPT, Engine

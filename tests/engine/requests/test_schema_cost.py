@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.engine.requests import check_constraint, most_optional
+from rollmesh.engine import check_constraint, most_optional
 from rollmesh.runtime.errors import InvalidConstraintError
 from rollmesh.v1 import engine_pb2
 

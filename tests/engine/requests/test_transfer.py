@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.engine.requests import read_init, read_transfer
+from rollmesh.engine import read_init, read_transfer
 from rollmesh.runtime.errors import InvalidFieldError, WeightTransferError
 from rollmesh.v1 import engine_pb2
 from tests.controls import Control

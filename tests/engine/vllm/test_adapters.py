@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 
 from rollmesh.runtime.errors import InvalidFieldError, InvalidWeightsError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import engine_pb2_grpc, sampling_pb2
 from tests import models
 from tests.engine.engines import Engine, Result, revisions

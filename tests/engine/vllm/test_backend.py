@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 from rollmesh.runtime.errors import EngineDeadError, InvalidConstraintError, InvalidWeightsError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 from tests.engine.engines import LONG, Engine, Result, torch_logprobs
 from tests.models import load_network

@@ -6,17 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.engine.backend import GenerateInput
-from rollmesh.engine.scores import NO_ID, ScoreInput
-from rollmesh.engine.vllm.chunks import (
-    Row,
-    VersionStart,
-    keep_rows,
-    keep_tensors,
-    messages,
-    scores_of,
-)
-from rollmesh.runtime.codec.columns import SUPPORT, joined, ragged_of
+from rollmesh.engine import NO_ID, GenerateInput, ScoreInput
+from rollmesh.engine.vllm import Row, VersionStart, keep_rows, keep_tensors, messages, scores_of
+from rollmesh.runtime.codec import SUPPORT, joined, ragged_of
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import engine_pb2
 from tests.engine.engines import Result
@@ -130,13 +122,13 @@ def test_the_score_of_a_token_precedes_the_scores_of_given_ids() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as vLLM imports it
 def test_given_ids_are_asked_of_vllm_with_the_token_first_and_minus_one_in_free_places() -> None:
-    from rollmesh.engine.vllm import backend as vllm
+    from rollmesh.engine.vllm import score_params
 
     ids = np.array([[4, NO_ID], [4, 6]], np.uint32)
     request = ScoreInput("s", SEQUENCE.token_ids, 2, 0, ids)
-    params = vllm.score_params(request, samples_last=False)
+    params = score_params(request, samples_last=False)
     assert params.prompt_logprob_token_ids.tolist() == [[9, 4, -1], [7, 4, 6]]
     assert params.prompt_logprob_start == 1
     assert params.prompt_logprobs is None
     assert params.skip_reading_prefix_cache
-    assert vllm.score_params(SEQUENCE, samples_last=True).skip_reading_prefix_cache
+    assert score_params(SEQUENCE, samples_last=True).skip_reading_prefix_cache

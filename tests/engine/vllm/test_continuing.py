@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.mesh.generation import continued, why_not_continued
+from rollmesh.mesh import continued, why_not_continued
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.engine.engines import LONG, Engine, Result, torch_logprobs
 

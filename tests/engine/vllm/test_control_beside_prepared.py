@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollmesh.client import Client, MeshAddresses, WeightsPushError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2_grpc
 from tests import models
 from tests.controls import ABORT_ALL, RESUME, WAKE_UP, pause, sleep

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.client.weights import file_of
+from rollmesh.client import file_of
 from rollmesh.runtime.errors import EngineDeadError, InvalidWeightsError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import engine_pb2_grpc
 from tests import models
 from tests.engine.engines import PROMPT, Engine, engine_with

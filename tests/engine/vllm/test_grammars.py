@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from rollmesh.engine.vllm.grammars import Grammars
+from rollmesh.engine.vllm import Grammars
 from rollmesh.runtime.errors import InvalidConstraintError, OverloadedError
 from tests.waiting import until
 

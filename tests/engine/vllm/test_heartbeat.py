@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from rollmesh.engine.vllm.chunks import Heartbeat
+from rollmesh.engine.vllm import Heartbeat
 from rollmesh.runtime import clock
 from tests.waiting import until
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from rollmesh.engine.vllm.grammars import length_pattern
+from rollmesh.engine.vllm import length_pattern
 
 
 @pytest.mark.parametrize(

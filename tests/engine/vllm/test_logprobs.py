@@ -12,7 +12,7 @@ import pytest_asyncio
 import torch
 
 from rollmesh.runtime.errors import InvalidSamplingError, PromptTooLongError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.engine.engines import PROMPT, Engine
 from tests.models import load_network, torch_logprobs

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.service import EngineService
-from rollmesh.launch.plan import plan_mesh
+from rollmesh.engine import EngineConfig, EngineService
+from rollmesh.launch import plan_mesh
 from rollmesh.runtime.config import ConfigError, parse_config, read_mesh
 from rollmesh.runtime.errors import EngineStartError
 from tests.processes import run_refused
@@ -22,9 +21,9 @@ pytestmark = [
 
 
 def read_options(options: dict[str, Any]) -> dict[str, Any]:
-    from rollmesh.engine.vllm import backend as vllm
+    from rollmesh.engine.vllm import read_options as read
 
-    return vllm.read_options(options)
+    return read(options)
 
 
 @pytest.mark.parametrize(

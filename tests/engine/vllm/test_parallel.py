@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from rollmesh.runtime.errors import EngineDeadError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import engine_pb2_grpc
 from tests.engine.engines import LONG, Engine, Result
 from tests.processes import running

@@ -43,7 +43,7 @@ def make_model() -> Any:
 
 
 async def prepared(model: Any, tensors: dict[str, Any]) -> Any:
-    from rollmesh.engine.vllm.prepared import PreparedWeights
+    from rollmesh.engine.vllm import PreparedWeights
 
     found = PreparedWeights(model, iter(tensors.items()), lambda _: None)
     await ended(found)
@@ -105,7 +105,7 @@ async def test_dropped_weights_leave_nothing_behind(*, is_early: bool) -> None:
     import torch
     from vllm.model_executor.model_loader.reload import layerwise
 
-    from rollmesh.engine.vllm.prepared import PreparedWeights
+    from rollmesh.engine.vllm import PreparedWeights
 
     model = make_model()
     layerwise.record_metadata_for_reloading(model)

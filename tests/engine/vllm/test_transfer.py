@@ -14,7 +14,7 @@ import pytest
 from rollmesh.client import MeshAddresses, Transfer, WeightsPushError
 from rollmesh.client.sync import Client
 from rollmesh.integrations.vllm_transfer import MeshWeightSync
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import engine_pb2_grpc
 from tests.engine.engines import Engine, torch_logprobs
 from tests.models import load_network

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from rollmesh.engine.requests import read_init, read_transfer
-from rollmesh.engine.vllm.worker_extension import WeightReceiver, with_handles
-from rollmesh.runtime.codec.cuda_handles import CLASSES, FIELDS, json_handles
+from rollmesh.engine import read_init, read_transfer
+from rollmesh.engine.vllm import WeightReceiver, with_handles
+from rollmesh.runtime.codec import CLASSES, FIELDS, json_handles
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import engine_pb2
 
@@ -129,7 +129,7 @@ def test_a_unique_id_is_received(master: Any) -> None:
 def test_another_thread_unpickles_as_before() -> None:
     from vllm.distributed import utils
 
-    from rollmesh.engine.vllm.worker_extension import only_unique_ids
+    from rollmesh.engine.vllm import only_unique_ids
 
     read: list[Any] = []
     data = pickle.dumps(Path("x"))

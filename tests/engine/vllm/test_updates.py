@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollmesh.runtime.errors import SupersededError
-from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.rpc import typed_errors
 from tests.controls import RESUME, pause
 from tests.engine.engines import LONG, PROMPT, Engine, Result
 from tests.models import torch_logprobs

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rollmesh.engine.checkpoints import Header, find_misfit, read_headers
+from rollmesh.engine import Header, find_misfit, read_headers
 
 MODEL = {
     "model.embed_tokens.weight": Header("BF16", (8, 4)),

@@ -12,8 +12,7 @@ from benchmarks.fuzz.callers import Caller
 from benchmarks.fuzz.fuzz import WRONG, run_fuzz
 from benchmarks.fuzz.messages import Messages
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.runtime.access.identity import CallerConfig, Identity
-from rollmesh.runtime.access.roles import Role
+from rollmesh.runtime.access import CallerConfig, Identity, Role
 from rollmesh.v1 import gateway_pb2
 
 

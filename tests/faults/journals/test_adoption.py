@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Client, MeshAddresses, Session, SessionResult
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import ServiceProcess, running

@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.client import Session
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import run_to_end

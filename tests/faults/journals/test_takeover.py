@@ -12,9 +12,9 @@ import openai
 import pytest
 
 from rollmesh.client import AdapterChoice, Budget, Session, SessionResult
-from rollmesh.engine.scripted import scripted_experts
+from rollmesh.engine import scripted_experts
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import (
     chat_pb2,
     collector_pb2,

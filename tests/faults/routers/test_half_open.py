@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from rollmesh.client import Client, MeshAddresses, Subscription
-from rollmesh.mesh import directory
-from rollmesh.mesh.routers import Membership
-from rollmesh.runtime.rpc import channels
+from rollmesh.mesh import Membership
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, router_pb2
 from tests.collector.records import record
 from tests.faults.proxy import proxy_to
@@ -47,12 +46,14 @@ async def test_an_engine_whose_host_is_gone_leaves_the_mesh(tmp_path: Path) -> N
 async def test_a_trainer_gets_units_lost_with_a_connection_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, "SHORT_KEEPALIVE_MS", _KEEPALIVE_MS)  # of the trainer
+    monkeypatch.setattr(
+        "rollmesh.mesh.directory.SHORT_KEEPALIVE_MS", _KEEPALIVE_MS
+    )  # of the trainer
     settings = {"port": 0, "data_dir": tmp_path / "collector", "keepalive_ms": _KEEPALIVE_MS}
     async with (
         running("collector", tmp_path, **settings) as collector,
         proxy_to(collector.address) as proxy,
-        channels.open_channel(collector.address) as channel,
+        open_channel(collector.address) as channel,
         Subscription(proxy.address, consumer="trainer", unit="session") as deliveries,
     ):
         stub = collector_pb2_grpc.CollectorServiceStub(channel)

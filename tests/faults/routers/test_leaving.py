@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.internal.v1 import leases_pb2, leases_pb2_grpc, members_pb2, members_pb2_grpc
 from rollmesh.runtime.errors import ShuttingDownError
-from rollmesh.runtime.rpc.channels import open_channel, read_stream
+from rollmesh.runtime.rpc import open_channel, read_stream
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from tests.processes import ServiceProcess, running
 from tests.waiting import until, until_says

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rollmesh.mesh.routers import Membership
+from rollmesh.mesh import Membership
 from rollmesh.runtime.errors import ReplicaIdInUseError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import router_pb2
 from tests.faults.proxy import proxy_to
 from tests.processes import ServiceProcess, reserved_port, running, started

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Client, Session
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests import controls
 from tests.meshes import Mesh, scripted_mesh

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.mesh.leases import LeaseClient
-from rollmesh.mesh.routers import Membership
+from rollmesh.mesh import LeaseClient, Membership
 from rollmesh.v1 import router_pb2
 from tests.faults.proxy import proxy_to
 from tests.meshes import Mesh, delivered, scripted_mesh, until_free

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rollmesh.client import Client
-from rollmesh.mesh.leases import LeaseClient
-from rollmesh.router.engines import Engine
+from rollmesh.mesh import LeaseClient
+from rollmesh.router import Engine
 from tests.faults.proxy import proxy_to
 from tests.faults.routers.test_router_restarts import ask, booked, in_engines, start_engine
 from tests.meshes import Mesh

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.gateway.requests import choice_seed
-from rollmesh.gateway.session import Shared
+from rollmesh.gateway import Shared, choice_seed
 from rollmesh.runtime.errors import InvalidMessagesError
 
 MOST = 2**63 - 1

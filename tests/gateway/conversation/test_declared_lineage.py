@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from rollmesh.chat import Message
-from rollmesh.gateway.export import export_turns
-from rollmesh.gateway.tree import Edge
+from rollmesh.gateway import Edge, export_turns
 from rollmesh.v1 import trajectory_pb2
 from tests.gateway.worlds import TOOLS, World, mask_of, said, user
 

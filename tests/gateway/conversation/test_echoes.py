@@ -1,7 +1,7 @@
 import pytest
 
 from rollmesh.chat import Message, ToolCall
-from rollmesh.gateway.tree import Fidelity, Tree
+from rollmesh.gateway import Fidelity, Tree
 from rollmesh.v1 import trajectory_pb2
 from tests.gateway.worlds import END, World, said, user
 

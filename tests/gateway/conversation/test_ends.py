@@ -28,8 +28,7 @@ from rollmesh.chat.templates import (
     TemplateRenderError,
     load_model,
 )
-from rollmesh.gateway.deps import new_tree
-from rollmesh.gateway.tree import Finish, Node, Sample
+from rollmesh.gateway import Finish, Node, Sample, new_tree
 from rollmesh.v1 import sampling_pb2
 from tests.chat import families
 

@@ -5,8 +5,7 @@ import pytest
 
 from rollmesh.chat import Message, ToolCall, group_messages, make_context
 from rollmesh.chat.templates import Continuation, SpecialText
-from rollmesh.gateway.prompt import build_prompt
-from rollmesh.gateway.tree import Finish, Match, Node, Sample, Tree
+from rollmesh.gateway import Finish, Match, Node, Sample, Tree, build_prompt
 from rollmesh.v1 import sampling_pb2
 from tests.chat import families
 

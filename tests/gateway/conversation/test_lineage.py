@@ -6,10 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from rollmesh.chat import Message, RenderContext, ToolCall, make_context
-from rollmesh.gateway.export import pack_tree
-from rollmesh.gateway.lineage import RULES
-from rollmesh.gateway.responses import write_nodes
-from rollmesh.gateway.tree import Lineage, Node, new_root
+from rollmesh.gateway import RULES, Lineage, Node, new_root, pack_tree, write_nodes
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from tests.gateway.worlds import BARE, TOOLS, World, mask_of, said, user
 

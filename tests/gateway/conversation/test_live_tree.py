@@ -18,11 +18,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rollmesh.client import SessionResult, Subscription
-from rollmesh.gateway import journal
-from rollmesh.gateway.journal import Transaction
-from rollmesh.gateway.session import Session
-from rollmesh.runtime.codec.enums import text_of
-from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.gateway import Session, Transaction, journal
+from rollmesh.runtime.codec import text_of
+from rollmesh.runtime.rpc import from_rpc_error
 from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from tests.chat.images.pictures import picture
 from tests.gateway.closing import write_record

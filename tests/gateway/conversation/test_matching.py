@@ -5,8 +5,7 @@ import random
 import pytest
 
 from rollmesh.chat import Message, ToolCall, exact_key
-from rollmesh.gateway import tree as tree_module
-from rollmesh.gateway.tree import Tree
+from rollmesh.gateway import Tree
 from tests.gateway.worlds import BARE, END, TOOLS, World, said, user
 
 THOUGHT = "because"
@@ -25,7 +24,7 @@ def test_a_turn_compares_as_many_messages_at_the_end_of_a_long_session_as_at_its
         digested[-1] += 1
         return exact_key(group, call_ids=call_ids)
 
-    monkeypatch.setattr(tree_module, "exact_key", counted)
+    monkeypatch.setattr("rollmesh.gateway.tree.exact_key", counted)
     tree = Tree(frozenset({END}))
     history: tuple[Message, ...] = (user("q"),)
     world = World(tree)
@@ -36,9 +35,9 @@ def test_a_turn_compares_as_many_messages_at_the_end_of_a_long_session_as_at_its
         match, bookmark = tree.search(tree.start(BARE, groups, earlier), groups)
         assert match.depth == len(groups) - 1 or not at
         tree.keep(BARE, repr(history).encode(), bookmark)
-        monkeypatch.setattr(tree_module, "exact_key", exact_key)
+        monkeypatch.setattr("rollmesh.gateway.tree.exact_key", exact_key)
         world.turn(history, thought(f"A{at}"))
-        monkeypatch.setattr(tree_module, "exact_key", counted)
+        monkeypatch.setattr("rollmesh.gateway.tree.exact_key", counted)
         history = (*history, said(f"A{at}"), user("on"))  # agents drop the reasoning
     assert max(digested) <= 2
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollmesh.chat import Message
-from rollmesh.gateway.conversation import Conversation, MessageReader
+from rollmesh.gateway import Conversation, MessageReader
 from rollmesh.runtime.errors import InvalidMessagesError, UnsupportedPartError
 from rollmesh.v1 import chat_pb2, gateway_pb2
 from tests.messages import said

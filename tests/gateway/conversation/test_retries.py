@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from rollmesh.gateway.session import EqualTurns, Turn
+from rollmesh.gateway import EqualTurns, Turn
 
 
 class Sample(Turn):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from rollmesh.chat import Tokenizer
-from rollmesh.gateway.responses import write_tokens
-from rollmesh.mesh.generation import Sampled, Tops, joined
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
+from rollmesh.gateway import write_tokens
+from rollmesh.mesh import Sampled, Tops, joined
+from rollmesh.runtime.codec import pack_ids, pack_logprobs
 from rollmesh.v1 import gateway_pb2
 
 

@@ -5,15 +5,15 @@ import asyncio
 import pytest
 
 from rollmesh.chat import Message
-from rollmesh.gateway.requests import read_choices
-from rollmesh.gateway.session import (
+from rollmesh.gateway import (
     AnswerReceipt,
+    Node,
     Session,
     SessionSpec,
     Turn,
     TurnRequest,
+    read_choices,
 )
-from rollmesh.gateway.tree import Node
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import GenerationAbortedError, IdempotencyKeyReusedError
 from rollmesh.v1 import gateway_pb2, trajectory_pb2

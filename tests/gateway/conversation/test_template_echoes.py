@@ -6,9 +6,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.chat import Message, ToolCall, argument_value, exact_key, make_context
-from rollmesh.chat.json_values import MOST_DEPTH, comparable, is_object, read_json, write_json
-from rollmesh.gateway.tree import Match, Sample, Tree
+from rollmesh.chat import (
+    MOST_DEPTH,
+    Message,
+    ToolCall,
+    argument_value,
+    comparable,
+    exact_key,
+    is_object,
+    make_context,
+    read_json,
+    write_json,
+)
+from rollmesh.gateway import Match, Sample, Tree
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from tests.chat.echoes import PAGE, SOURCES
 

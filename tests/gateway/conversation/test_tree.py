@@ -4,10 +4,9 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from rollmesh.chat import Message, ToolCall, make_context
-from rollmesh.gateway.export import blobs_of, export_turns, serialize
-from rollmesh.gateway.tree import Tree, path_bytes
-from rollmesh.mesh.generation import Tops
-from rollmesh.runtime.codec.arrays import unpack_ids
+from rollmesh.gateway import Tree, blobs_of, export_turns, path_bytes, serialize
+from rollmesh.mesh import Tops
+from rollmesh.runtime.codec import unpack_ids
 from rollmesh.v1 import chat_pb2, collector_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from tests.gateway.worlds import BARE, END, TOOLS, World, mask_of, random_world, said, user
 

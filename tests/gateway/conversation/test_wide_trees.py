@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from rollmesh.chat import Message, ToolCall, group_messages
-from rollmesh.gateway.session import EqualTurns, Turn
-from rollmesh.gateway.tree import Match, Node, Sample, Tree
+from rollmesh.gateway import EqualTurns, Match, Node, Sample, Tree, Turn
 from rollmesh.v1 import sampling_pb2
 from tests.gateway.worlds import BARE, END, said, user
 

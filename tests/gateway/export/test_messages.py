@@ -3,9 +3,8 @@
 import pytest
 
 from rollmesh.chat import Image, Message, ToolCall
-from rollmesh.gateway.session import SessionSpec
-from rollmesh.runtime.codec.conversations import conversation_of
-from rollmesh.runtime.codec.records import check_session
+from rollmesh.gateway import SessionSpec
+from rollmesh.runtime.codec import check_session, conversation_of
 from rollmesh.v1 import session_pb2
 from tests.gateway.closing import COMPLETED, write_record
 from tests.gateway.worlds import BARE, TOOLS, World, random_world, said, user

@@ -6,8 +6,7 @@ from hypothesis import given, strategies as st
 
 from rollmesh.chat import Message
 from rollmesh.client import SessionResult, TrajectoryTree
-from rollmesh.gateway.export import exported_lineages, trajectory_ends
-from rollmesh.gateway.session import Session, SessionSpec
+from rollmesh.gateway import Session, SessionSpec, exported_lineages, trajectory_ends
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from tests.gateway.closing import write_record

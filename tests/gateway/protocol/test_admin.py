@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Subscription
-from rollmesh.gateway import servicer
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     RepeatConflictError,
     SessionClosedError,
     SessionUnknownError,
 )
-from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import gateway_admin_pb2 as pb, gateway_pb2, session_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import chat_in, close_of, said
@@ -98,7 +97,7 @@ async def test_a_session_is_shown_in_pages(mesh: LiveMesh) -> None:
 async def test_a_page_ends_at_its_bytes(mesh: LiveMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     session = await opened(mesh)
     await chat(mesh, session, "hello")
-    monkeypatch.setattr(servicer, "_PAGE_BYTES", 0)
+    monkeypatch.setattr("rollmesh.gateway.servicer._PAGE_BYTES", 0)
     request, pages = gateway_pb2.GetSessionRequest(session_id=session.session_id), 1
     while (page := await answered(mesh.stub.GetSession(request))).next_page_token:
         assert len(page.nodes) == 1

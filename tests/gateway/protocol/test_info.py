@@ -4,7 +4,7 @@ import pytest
 
 from rollmesh.chat.parsing import CHANNELS, REASONING_TAGS, UNKNOWN, AnswerFormat
 from rollmesh.chat.templates import Finding, Kind, RefusedOrder, TemplateProfile
-from rollmesh.gateway.responses import (
+from rollmesh.gateway import (
     write_finding,
     write_kind,
     write_reasoning,

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from google.protobuf import json_format
 
-from rollmesh.gateway.requests import turn_sampling
-from rollmesh.gateway.session import SessionSpec
+from rollmesh.gateway import SessionSpec, turn_sampling
 from rollmesh.runtime.errors import InvalidSamplingError
 from rollmesh.v1 import gateway_pb2, sampling_pb2
 

@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.gateway import journal
 from rollmesh.v1 import gateway_pb2
-from rollmesh.view.sessions import running_session
+from rollmesh.view import running_session
 from tests.gateway.live import Cut, LiveMesh
 from tests.messages import said
 from tests.waiting import until

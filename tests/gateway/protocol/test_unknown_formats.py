@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from rollmesh.chat import Tokenizer
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.chat import families
 from tests.chat.parsing.test_formats import TOOLS

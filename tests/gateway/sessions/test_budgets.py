@@ -9,7 +9,7 @@ import pytest
 from rollmesh.client import SessionResult, Subscription
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import BudgetSpentError, InvalidFieldError
-from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import gateway_pb2, sampling_pb2, trajectory_pb2
 from tests.gateway.live import Cut, LiveMesh
 from tests.messages import chat_in, close_of, said

@@ -6,9 +6,7 @@ from collections.abc import Awaitable
 import grpc
 import pytest
 
-from rollmesh.gateway import journal
-from rollmesh.gateway.registry import ChatCall, Registry
-from rollmesh.gateway.requests import read_choices
+from rollmesh.gateway import ChatCall, Registry, read_choices
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     InvalidFieldError,
@@ -17,8 +15,7 @@ from rollmesh.runtime.errors import (
     SessionClosedError,
     StoreFullError,
 )
-from rollmesh.runtime.rpc.channels import typed_errors
-from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.runtime.rpc import from_rpc_error, typed_errors
 from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import said
@@ -109,7 +106,7 @@ async def test_an_answer_is_replayed_though_the_journal_cannot_note_the_replay(
     session_id = await opened(mesh)
     async with asyncio.timeout(TIMEOUT_S):
         first = await chat(mesh.gateway, session_id)
-        monkeypatch.setattr(journal, "update_reasons", full)
+        monkeypatch.setattr("rollmesh.gateway.journal.update_reasons", full)
         assert await chat(mesh.gateway, session_id, retry_count=1) == first
         monkeypatch.undo()
         assert await chat(mesh.gateway, session_id, retry_count=1) == first

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from rollmesh.client import SessionResult, Subscription
-from rollmesh.gateway import outbox
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionClosedError
-from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 from tests.gateway.live import Cut, LiveMesh
 from tests.messages import chat_in, said
@@ -208,7 +207,7 @@ async def test_a_close_declares_the_edges_of_its_metadata(mesh: LiveMesh) -> Non
 async def test_a_record_that_is_written_after_its_close_has_the_edges(
     mesh: LiveMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "MOST_AT_CLOSE", 0)
+    monkeypatch.setattr("rollmesh.gateway.outbox.MOST_AT_CLOSE", 0)
     session = await opened(mesh)
     await ask(mesh, session, "do", "main")
     await ask(mesh, session, "find", "sub")

@@ -5,10 +5,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rollmesh.gateway.registry import GroupSizes
-from rollmesh.gateway.session import SessionSpec
+from rollmesh.gateway import GroupSizes, SessionSpec
 from rollmesh.runtime.errors import GroupSizeError
-from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.runtime.rpc import from_rpc_error
 from rollmesh.v1 import gateway_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import close_of

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from rollmesh.client import SessionResult, Subscription
-from rollmesh.gateway import registry as gateway_module
-from rollmesh.gateway.export import trajectory_ends
-from rollmesh.gateway.session import Session
+from rollmesh.gateway import Session, trajectory_ends
 from rollmesh.runtime.errors import SessionDamagedError
-from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import gateway_admin_pb2, gateway_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import chat_in, said
@@ -56,7 +54,7 @@ async def test_a_session_that_cannot_be_closed_is_set_aside_and_the_other_idle_o
                 raise KeyError("a node that is not in the tree")
             return trajectory_ends(session)
 
-        monkeypatch.setattr(gateway_module, "trajectory_ends", failing)
+        monkeypatch.setattr("rollmesh.gateway.registry.trajectory_ends", failing)
         await mesh.start_gateway(session_idle_ms=20)
         async with Subscription(mesh.collector, consumer="t", unit="session") as deliveries:
             closed = await delivered(deliveries, (before.session_id, after.session_id))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.gateway.journal import read_revisions
+from rollmesh.gateway import read_revisions
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     RepeatConflictError,
@@ -16,7 +16,7 @@ from rollmesh.runtime.errors import (
     SessionKeyWrongError,
     SessionUnknownError,
 )
-from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import gateway_admin_pb2, gateway_pb2, session_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import said

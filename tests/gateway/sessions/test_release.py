@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.gateway.journal import Journal
+from rollmesh.gateway import Journal
 from rollmesh.runtime.errors import StoreAwayError
 from tests.gateway.journals import sqlite_journal
 from tests.gateway.live import LiveMesh

@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.gateway import journal
-from rollmesh.gateway.journal import Journal
-from rollmesh.gateway.registry import ChatCall, SentAnswers
-from rollmesh.gateway.requests import read_choices
-from rollmesh.gateway.session import Session, SessionSpec, Turn
-from rollmesh.gateway.tree import Node
+from rollmesh.gateway import (
+    ChatCall,
+    Journal,
+    Node,
+    SentAnswers,
+    Session,
+    SessionSpec,
+    Turn,
+    read_choices,
+)
 from rollmesh.runtime.errors import StoreFullError
 from rollmesh.v1 import gateway_pb2
 from tests.gateway.journals import Opened
@@ -66,7 +70,7 @@ async def test_a_journal_that_cannot_be_written_loses_only_the_record(
     sent = SentAnswers(database)
     session, (_, second, sibling) = talk("s")
     add(sent, session, second)
-    monkeypatch.setattr(journal, "insert_sent", full)
+    monkeypatch.setattr("rollmesh.gateway.journal.insert_sent", full)
     await sent.flush()
     monkeypatch.undo()
     add(sent, session, sibling)

@@ -10,9 +10,7 @@ import grpc
 import pytest
 
 from rollmesh.client import Subscription
-from rollmesh.gateway import journal, outbox
-from rollmesh.gateway.registry import ChatCall
-from rollmesh.gateway.requests import read_choices
+from rollmesh.gateway import ChatCall, journal, outbox, read_choices
 from rollmesh.v1 import gateway_pb2, trajectory_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import close_of, said

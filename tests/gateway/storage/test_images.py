@@ -5,10 +5,20 @@ from hashlib import sha256
 import pytest
 
 from rollmesh.chat import Image, Message, Placeholder
-from rollmesh.gateway import journal, outbox
-from rollmesh.gateway.journal import Transaction
-from rollmesh.gateway.session import AnswerReceipt, Session, SessionSpec
-from rollmesh.runtime.codec.images import CheckedImage
+from rollmesh.gateway import (
+    AnswerReceipt,
+    Session,
+    SessionSpec,
+    Transaction,
+    insert_session,
+    insert_turn,
+    outbox,
+    read_image_bytes,
+    read_images,
+    read_next_image,
+    read_session,
+)
+from rollmesh.runtime.codec import CheckedImage
 from tests.gateway.closing import COMPLETED, new_tree
 from tests.gateway.journals import Opened
 from tests.gateway.worlds import World, said
@@ -27,14 +37,14 @@ def seeing(*shown: CheckedImage) -> Message:
 def write(tx: Transaction, name: str) -> World:
     """Writes a session of two turns that show three images, two of them the same."""
     world, spec = World(), SessionSpec(name, 0)
-    journal.insert_session(tx, spec)
+    insert_session(tx, spec)
     first = seeing(CAT)
     for message, shown in (((first,), [CAT]), ((first, said("A"), seeing(DOG, CAT)), [DOG, CAT])):
         node = world.turn(message, said("A"))
         assert node.parent is not None
         node.parent.images = tuple(Placeholder(one.sha256, 1, 1) for one in shown)
         answer = AnswerReceipt(f"a{node.node_id}", "f", "", 0)
-        journal.insert_turn(tx, name, [node.parent, node], answer, shown)
+        insert_turn(tx, name, [node.parent, node], answer, shown)
     return world
 
 
@@ -46,10 +56,8 @@ def close(tx: Transaction, name: str, world: World) -> None:
 async def test_a_session_has_its_images_back_after_a_restart(opened: Opened) -> None:
     async with opened() as journal_:
         world = await journal_.run(lambda tx: write(tx, "s"))
-        stored = await journal_.read(lambda tx: journal.read_session(tx, "s", new_tree))
-        found = await journal_.read(
-            lambda tx: journal.read_image_bytes(tx, "s", [CAT.sha256, "f" * 64])
-        )
+        stored = await journal_.read(lambda tx: read_session(tx, "s", new_tree))
+        found = await journal_.read(lambda tx: read_image_bytes(tx, "s", [CAT.sha256, "f" * 64]))
     assert found == {CAT.sha256: CAT.data}
     assert (len(stored.images), stored.image_bytes) == (2, 3003)
     facts = stored.images.get(DOG.sha256)
@@ -67,7 +75,7 @@ async def test_images_are_read_one_by_one_and_go_with_their_session(opened: Open
         at, found = 0, []
         while (
             one := await journal_.run(
-                lambda tx: journal.read_next_image(tx, "s", at)  # noqa: B023
+                lambda tx: read_next_image(tx, "s", at)  # noqa: B023
             )
         ) is not None:
             at, image = one
@@ -79,7 +87,7 @@ async def test_images_are_read_one_by_one_and_go_with_their_session(opened: Open
         await journal_.run(lambda tx: outbox.mark_delivered(tx, ["s"]))
         while await journal_.run(outbox.sweep):
             continue
-        left = await journal_.read(lambda tx: [journal.read_images(tx, name) for name in "st"])
+        left = await journal_.read(lambda tx: [read_images(tx, name) for name in "st"])
         assert [len(one) for one in left] == [0, 2]
 
 

@@ -8,18 +8,24 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.gateway import export as export_module, journal, outbox as outbox_module
-from rollmesh.gateway.journal import Journal, Transaction
-from rollmesh.gateway.outbox import MOST_FAILURES, Outbox
-from rollmesh.gateway.session import SessionSpec
-from rollmesh.mesh.directory import CollectorDirectory
+from rollmesh.gateway import (
+    MOST_FAILURES,
+    Journal,
+    Outbox,
+    SessionSpec,
+    Transaction,
+    export as export_module,
+    journal,
+    outbox as outbox_module,
+)
+from rollmesh.mesh import CollectorDirectory
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     SessionUnknownError,
     StoreAwayError,
     StoreFullError,
 )
-from rollmesh.runtime.rpc.interceptors import RpcInterceptor
+from rollmesh.runtime.rpc import RpcInterceptor
 from rollmesh.v1 import (
     collector_pb2 as pb,
     collector_pb2_grpc,

@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rollmesh.gateway import journal, outbox
-from rollmesh.gateway.journal import Journal, ModelFiles, Transaction
-from rollmesh.gateway.registry import SessionKeys
-from rollmesh.gateway.session import SessionSpec
+from rollmesh.gateway import (
+    VERSION,
+    Journal,
+    ModelFiles,
+    SessionKeys,
+    SessionSpec,
+    Transaction,
+    mark_delivered,
+    read_closes,
+    read_open,
+    sweep,
+)
 from rollmesh.runtime.errors import (
     JournalMovedError,
     RollmeshError,
@@ -27,7 +35,7 @@ from tests.gateway.worlds import World, said, user
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from rollmesh.gateway.postgres import PostgresJournals
+    from rollmesh.gateway import PostgresJournals
 
 SHORT_MS = 1000
 FREE = "UPDATE journals SET owner = '' WHERE journal = '{}'"
@@ -66,7 +74,7 @@ def write(name: str, turns: int = 2) -> Any:
 
 
 async def names(opened: Journal) -> list[str]:
-    sessions, damaged = await opened.read(partial(journal.read_open, new_tree=new_tree))
+    sessions, damaged = await opened.read(partial(read_open, new_tree=new_tree))
     assert not damaged
     return [one.spec.session_id for one in sessions]
 
@@ -260,7 +268,7 @@ async def test_two_gateways_bring_the_tables_of_a_former_release_to_this_one(
         opening = [stack.enter_async_context(postgres_journals(database.url)) for _ in range(2)]
         first, second = await asyncio.gather(*opening)
         assert database.sql(TABLES) == tables
-        assert database.sql("SELECT version FROM version") == str(journal.VERSION)
+        assert database.sql("SELECT version FROM version") == str(VERSION)
         taken = [one for one in (await first.take(), await second.take()) if one is not None]
         assert [await names(one) for one in taken] == [["s"]]
         await taken[0].run(write("t"))
@@ -275,16 +283,16 @@ async def test_a_journal_without_sessions_can_be_removed_and_leaves_nothing(
     await other.run(partial(write_small, names=["t"]))
     await mine.run(partial(write_small, names=["s"]))
     assert not await mine.remove()
-    await mine.run(lambda tx: outbox.mark_delivered(tx, ["s"]))
-    assert not await mine.run(outbox.sweep)
-    assert await mine.run(outbox.read_closes) == {"s"}
+    await mine.run(lambda tx: mark_delivered(tx, ["s"]))
+    assert not await mine.run(sweep)
+    assert await mine.run(read_closes) == {"s"}
     assert await mine.remove()
     assert (await mine.lost()).reason == "JOURNAL_MOVED"
     tables = ("sessions", "nodes", "contexts", "session_contexts", "sent", "outbox", "closes")
     counts = {name: database.sql(f"SELECT count(*) FROM {name}") for name in tables}
     assert counts["sessions"] == counts["contexts"] == counts["closes"] == "1"
     assert database.sql("SELECT count(*) FROM journals") == "1"
-    assert await other.run(outbox.read_closes) == {"t"}
+    assert await other.run(read_closes) == {"t"}
 
 
 async def test_an_empty_journal_without_a_holder_for_a_day_is_removed(

@@ -4,11 +4,16 @@ import numpy as np
 import pytest
 
 from rollmesh.chat import Message, group_messages
-from rollmesh.gateway import journal
-from rollmesh.gateway.export import export_tree
-from rollmesh.gateway.journal import Transaction
-from rollmesh.gateway.session import SessionSpec
-from rollmesh.gateway.tree import Node, new_root
+from rollmesh.gateway import (
+    Node,
+    SessionSpec,
+    Transaction,
+    export_tree,
+    insert_session,
+    insert_turn,
+    new_root,
+    read_open,
+)
 from rollmesh.v1 import trajectory_pb2
 from tests.gateway.closing import new_tree
 from tests.gateway.journals import Opened
@@ -32,19 +37,19 @@ async def test_a_context_is_back_with_its_session_and_an_echo_continues_it(opene
     spec, nodes = SessionSpec("s", 5, origin='{"templateUnixMs": "3"}'), context()
 
     def write(tx: Transaction) -> None:
-        journal.insert_session(tx, spec)
-        journal.insert_turn(tx, "s", nodes, None)
+        insert_session(tx, spec)
+        insert_turn(tx, "s", nodes, None)
 
     def fail(tx: Transaction) -> None:
-        journal.insert_session(tx, SessionSpec("t", 5))
-        journal.insert_turn(tx, "t", nodes, None)
+        insert_session(tx, SessionSpec("t", 5))
+        insert_turn(tx, "t", nodes, None)
         raise RuntimeError("killed")
 
     async with opened() as journal_:
         await journal_.run(write)
         with pytest.raises(RuntimeError, match="killed"):
             await journal_.run(fail)
-        sessions, damaged = await journal_.read(lambda tx: journal.read_open(tx, new_tree))
+        sessions, damaged = await journal_.read(lambda tx: read_open(tx, new_tree))
     (session,) = sessions
     assert not damaged
     assert session.spec.template_unix_ms == 3

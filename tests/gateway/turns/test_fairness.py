@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.gateway.deps import FairExecutor
+from rollmesh.gateway import FairExecutor
 
 
 class Work:

@@ -11,9 +11,8 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.chat import Tokenizer
-from rollmesh.runtime.codec.records import check_session
-from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.runtime.codec import check_session
+from rollmesh.runtime.rpc import from_rpc_error, open_channel
 from rollmesh.v1 import (
     chat_pb2,
     collector_pb2,

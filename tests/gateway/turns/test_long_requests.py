@@ -13,7 +13,7 @@ import pytest
 
 from rollmesh.chat import Message, Tokenizer, group_messages
 from rollmesh.chat.templates import Continuation
-from rollmesh.gateway.prompt import least_tokens
+from rollmesh.gateway import least_tokens
 from rollmesh.v1 import chat_pb2, gateway_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import said

@@ -12,10 +12,9 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.chat import Tokenizer
-from rollmesh.client import Subscription, Trajectory
-from rollmesh.client.sessions import reason_names
+from rollmesh.client import Subscription, Trajectory, reason_names
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import read_stream, typed_errors
+from rollmesh.runtime.rpc import read_stream, typed_errors
 from rollmesh.v1 import gateway_pb2, sampling_pb2
 from tests.gateway.live import Cut, LiveMesh
 from tests.meshes import write_script

@@ -13,10 +13,8 @@ from hypothesis import given, strategies as st
 
 from rollmesh.chat import Message, RenderContext, ToolCall, group_messages, make_context
 from rollmesh.chat.templates import MOVING, Continuation, Finding, SpecialText, TemplateRenderError
-from rollmesh.gateway.deps import new_tree
-from rollmesh.gateway.prompt import Prompt, build_prompt
-from rollmesh.gateway.tree import Node, Sample, Tree
-from rollmesh.runtime.codec.arrays import TokenIds
+from rollmesh.gateway import Node, Prompt, Sample, Tree, build_prompt, new_tree
+from rollmesh.runtime.codec import TokenIds
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from tests.chat import families
 

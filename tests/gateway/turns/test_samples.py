@@ -5,11 +5,9 @@ import pytest
 
 from rollmesh.chat import Tokenizer
 from rollmesh.chat.parsing import Answer, IncrementalDecoder
-from rollmesh.gateway.session import Turn
-from rollmesh.gateway.tree import Sample
-from rollmesh.gateway.turn import Draft, sample_of
-from rollmesh.mesh.generation import Generation
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
+from rollmesh.gateway import Draft, Sample, Turn, sample_of
+from rollmesh.mesh import Generation
+from rollmesh.runtime.codec import pack_ids, pack_logprobs
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import engine_pb2, sampling_pb2
 

@@ -10,7 +10,7 @@ import pytest_asyncio
 from rollmesh.chat import Tokenizer
 from rollmesh.client import SessionResult, Subscription
 from rollmesh.runtime.errors import InvalidFieldError, InvalidSamplingError, SessionLimitError
-from rollmesh.runtime.rpc.channels import read_stream, typed_errors
+from rollmesh.runtime.rpc import read_stream, typed_errors
 from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, trajectory_pb2
 from tests.gateway.live import Cut, LiveMesh
 from tests.meshes import write_script

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.gateway.session import Session
+from rollmesh.gateway import Session
 from rollmesh.v1 import gateway_pb2
 from tests.gateway.live import Cut, LiveMesh
 from tests.messages import chat_in, said

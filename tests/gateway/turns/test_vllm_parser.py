@@ -14,7 +14,7 @@ import pytest
 
 from rollmesh.chat import TextEvent, ToolCallEvent
 from rollmesh.chat.parsing import AnswerFormat, Reading, WholeCallParser, vllm_problem
-from rollmesh.gateway.vllm_parser import VllmParser
+from rollmesh.gateway import VllmParser
 from tests.chat.parsing.test_formats import CONTEXT, TOOLS
 from tests.meshes import scripted_mesh
 

@@ -15,8 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollmesh.internal.v1 import leases_pb2, members_pb2, tunnels_pb2
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.runtime.rpc import from_rpc_error, open_channel
 from rollmesh.v1 import (
     collector_pb2,
     collector_pb2_grpc,

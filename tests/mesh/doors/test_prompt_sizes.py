@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Session
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import chat_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.meshes import Mesh
 

@@ -7,7 +7,7 @@ import pytest
 
 from rollmesh.client import Client
 from rollmesh.runtime.errors import StoreFullError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.collector.postgres_server import postgres_database
 from tests.meshes import Mesh

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
+from rollmesh.runtime.codec import pack_ids, pack_logprobs
 from rollmesh.runtime.errors import EngineDeadError, RollmeshError
 from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
 from tests.meshes import Mesh, scripted_mesh

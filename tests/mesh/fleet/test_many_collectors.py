@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from rollmesh.client import Client, MeshAddresses, SubscribeOptions, Subscription
 from rollmesh.runtime.errors import ConsumerUnknownError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2 as pb, router_pb2, router_pb2_grpc
 from tests.collector.postgres_server import postgres_database
 from tests.faults.proxy import proxy_to

@@ -9,9 +9,9 @@ import openai
 import pytest
 
 from rollmesh.client import Client, MeshAddresses, Session
-from rollmesh.mesh.directory import journal_of
+from rollmesh.mesh import journal_of
 from rollmesh.runtime.errors import SessionClosedError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import ServiceProcess, running

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from rollmesh.client import AdapterChoice, Client, Session, SessionResult
-from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.errors import AdapterUnknownError, InvalidFieldError
 from rollmesh.v1 import collector_pb2, trajectory_pb2
 from tests.engine.engines import CONFIG

@@ -19,7 +19,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     TokenOutOfVocabularyError,
 )
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import (
     engine_pb2,
     engine_pb2_grpc,

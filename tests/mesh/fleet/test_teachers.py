@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.client import Client, Delivery, MeshAddresses, SessionResult, SubscribeOptions
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import ingest
 from tests.collector.postgres_server import postgres_database

@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from rollmesh.chat import Tokenizer
 from rollmesh.client import Session
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, trajectory_pb2
 from tests.meshes import Mesh
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.router.engines import Engine
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router import Engine, LeaseTable
 
 
 def table(*names: str, capacity: int = 8) -> LeaseTable:

@@ -3,9 +3,7 @@
 import pytest
 
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.router.config import RouterConfig
-from rollmesh.router.engines import Engine
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router import Engine, LeaseTable, RouterConfig
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import AdapterUnknownError, EnginesBusyError, NoEngineError
 from rollmesh.v1 import sampling_pb2

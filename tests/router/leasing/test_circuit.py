@@ -1,7 +1,7 @@
 import pytest
 
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.router.circuits import Circuit, CircuitLimits
+from rollmesh.router import Circuit, CircuitLimits
 from rollmesh.v1 import router_pb2 as pb
 
 LIMITS = CircuitLimits(losses=3, first_ms=100, longest_ms=350)

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.router.engines import Engine
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router import Engine, LeaseTable
 from rollmesh.runtime.errors import NoEngineError
 from rollmesh.v1 import router_pb2 as pb
 from tests.router.leasing.tables import acquire, ended, granted, hello, table

@@ -8,9 +8,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.router.circuits import CircuitLimits
-from rollmesh.router.engines import Choice, Engine, fits
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router import Choice, CircuitLimits, Engine, LeaseTable, fits
 from rollmesh.runtime.errors import EnginesBusyError, NoEngineError, RollmeshError
 from rollmesh.v1 import router_pb2 as pb
 from tests.router.leasing.tables import acquire

@@ -3,8 +3,7 @@ from typing import Any
 import pytest
 
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.router.engines import Engine, Target
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router import Engine, LeaseTable, Target
 from rollmesh.runtime.errors import (
     InvalidLeaseError,
     NoEngineError,

@@ -3,8 +3,7 @@ import gc
 import pytest
 
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.router.engines import Engine
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router import Engine, LeaseTable
 from rollmesh.runtime.errors import (
     NoEngineError,
 )

@@ -3,8 +3,7 @@
 import pytest
 
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.router.engines import Engine, Lease
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router import Engine, Lease, LeaseTable
 from tests.router.leasing.tables import acquire, hello
 
 

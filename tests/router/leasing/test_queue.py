@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router import LeaseTable
 from tests.router.leasing.tables import acquire, table
 
 

@@ -1,6 +1,6 @@
 from hypothesis import given, strategies as st
 
-from rollmesh.router.engines import Ranking
+from rollmesh.router import Ranking
 
 ITEMS = st.sampled_from("abcdef")
 EVENTS = st.lists(st.tuples(ITEMS, st.one_of(st.none(), st.integers(0, 9))), max_size=120)

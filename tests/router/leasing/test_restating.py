@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from rollmesh.internal.v1 import leases_pb2, leases_pb2_grpc
-from rollmesh.router.engines import Engine
-from rollmesh.router.leases import AWAITED_MS, LeaseTable
+from rollmesh.router import AWAITED_MS, Engine, LeaseTable
 from rollmesh.runtime.errors import EnginesBusyError, InvalidFieldError, SupersededError
-from rollmesh.runtime.rpc.channels import open_channel, read_stream
+from rollmesh.runtime.rpc import open_channel, read_stream
 from rollmesh.v1 import router_pb2 as pb
 from tests.router.leasing.tables import acquire
 from tests.router.test_dispatch import noting_router

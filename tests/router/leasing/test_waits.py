@@ -3,8 +3,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.router.engines import Engine, Target
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router import Engine, LeaseTable, Target
 from rollmesh.runtime.errors import (
     EnginesBusyError,
 )

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.router.membership import Member, Members
+from rollmesh.router import Member, Members
 from rollmesh.runtime.errors import InvalidFieldError, NoGatewayError
 from rollmesh.v1 import router_pb2
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollmesh.router.membership import Member, Members
+from rollmesh.router import Member, Members
 from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, ReplicaIdInUseError
 from rollmesh.v1 import router_pb2, sampling_pb2
 

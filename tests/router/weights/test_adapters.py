@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.mesh.leases import LeaseClient
-from rollmesh.mesh.routers import Membership
+from rollmesh.mesh import LeaseClient, Membership
 from rollmesh.runtime.errors import (
     AdapterUnknownError,
     InvalidFieldError,
     StaleVersionError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc, sampling_pb2
 from tests.controls import unload_adapter
 from tests.processes import ServiceProcess

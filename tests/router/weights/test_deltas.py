@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.client import Client, MeshAddresses, WeightDeltas, WeightsPushError
-from rollmesh.client.weights import file_of
+from rollmesh.client import Client, MeshAddresses, WeightDeltas, WeightsPushError, file_of
 from rollmesh.runtime.errors import InvalidFieldError, StaleVersionError
 from tests.processes import ServiceProcess, reserved_port, running
 from tests.router.engines import noting_engine

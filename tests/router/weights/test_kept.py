@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh import LeaseClient
 from rollmesh.runtime.errors import (
     DeadlineError,
     InvalidFieldError,
     StaleVersionError,
     StoreFullError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from tests.processes import ServiceProcess
 from tests.router.engines import noting_engine, reason_of

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.client import Client, MeshAddresses
-from rollmesh.client.weights import file_of
+from rollmesh.client import Client, MeshAddresses, file_of
 from rollmesh.internal.v1 import peers_pb2, peers_pb2_grpc
-from rollmesh.router.kept import KeptWeights, restored
+from rollmesh.router import KeptWeights, restored
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, StaleVersionError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from tests.processes import ServiceProcess, reserved_port
 from tests.router.engines import NotingEngine, noting_engine

@@ -18,7 +18,7 @@ from rollmesh.runtime.errors import (
     VersionGoneError,
     WeightsPinnedError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from tests.processes import ServiceProcess, reserved_port
 from tests.router.engines import NotingEngine, noting_engine

@@ -5,12 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.router.config import RouterConfig
-from rollmesh.router.engines import Fleet
-from rollmesh.router.kept import KeptWeights
-from rollmesh.router.membership import Members
-from rollmesh.router.models import Models
-from rollmesh.router.pushes import Pushes
+from rollmesh.router import Fleet, KeptWeights, Members, Models, Pushes, RouterConfig
 from rollmesh.runtime.errors import StoreFullError
 from rollmesh.v1 import engine_pb2, router_pb2
 

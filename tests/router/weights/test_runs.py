@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rollmesh.client import Client, MeshAddresses
+from rollmesh.runtime import number_of
 from rollmesh.runtime.errors import InvalidFieldError, RunAbandonedError, StaleVersionError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.runtime.runs import number_of
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import router_pb2, router_pb2_grpc, sampling_pb2
 from tests.processes import reserved_port
 from tests.router.engines import noting_engine

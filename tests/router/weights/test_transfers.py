@@ -13,7 +13,7 @@ import pytest
 from rollmesh.client import Client, MeshAddresses, Transfer, WeightsPushError
 from rollmesh.client.sync import Client as SyncClient
 from rollmesh.integrations.vllm_transfer import MeshWeightSync
-from rollmesh.mesh.routers import Membership
+from rollmesh.mesh import Membership
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 from tests.processes import ServiceProcess, running

@@ -10,9 +10,9 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.internal.v1 import members_pb2, members_pb2_grpc
-from rollmesh.runtime.access.roles import OPEN, TABLE, Role
+from rollmesh.runtime.access import OPEN, TABLE, Role
 from rollmesh.runtime.errors import RoleRefusedError, RollmeshError
-from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.locks import INTRUDER, STRANGER, Locks, reason_of_call
 from tests.meshes import Mesh, delivered, scripted_mesh

@@ -1,4 +1,4 @@
-from rollmesh.runtime.access.guard import Failures, address_of
+from rollmesh.runtime.access import Failures, address_of
 
 
 def test_refusals_of_one_address_take_longer_and_longer() -> None:

@@ -1,4 +1,4 @@
-from rollmesh.runtime.access.roles import MEANING, OPEN, TABLE, Role, may_call
+from rollmesh.runtime.access import MEANING, OPEN, TABLE, Role, may_call
 from tests.runtime.access.methods import methods
 
 NOBODY: frozenset[Role] = frozenset()

@@ -6,11 +6,9 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.runtime.access import tls as tls_module
-from rollmesh.runtime.access.identity import CallerConfig, Identity
-from rollmesh.runtime.access.tls import TlsFiles
+from rollmesh.runtime.access import CallerConfig, Identity, TlsFiles
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from tests.locks import Locks, reason_of_call
 from tests.runtime.access.methods import methods
 from tests.runtime.services import KINDS, ScriptedService, ask, served
@@ -22,7 +20,7 @@ REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 @pytest.fixture(autouse=True)
 def _look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls_module, "_LOOK_MS", 0)
+    monkeypatch.setattr("rollmesh.runtime.access.tls._LOOK_MS", 0)
 
 
 @pytest.fixture

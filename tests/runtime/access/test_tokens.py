@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.access import tls
-from rollmesh.runtime.access.roles import Role
-from rollmesh.runtime.access.tokens import (
+from rollmesh.runtime.access import (
     AcceptedTokens,
     PresentedToken,
+    Role,
     TokensOfFile,
     digest_line,
     make_tokens,
@@ -22,7 +21,7 @@ ONE, OTHER = "a" * 32, "b" * 40
 
 @pytest.fixture(autouse=True)
 def _look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls, "_LOOK_MS", 0)
+    monkeypatch.setattr("rollmesh.runtime.access.tls._LOOK_MS", 0)
 
 
 def accepted(folder: Path, **tokens: str) -> AcceptedTokens:

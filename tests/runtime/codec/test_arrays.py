@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.runtime.codec.arrays import (
-    pack_ids,
-    pack_logprobs,
-    unpack_ids,
-    unpack_logprobs,
-    unpack_mask,
-)
+from rollmesh.runtime.codec import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs, unpack_mask
 from rollmesh.runtime.errors import InvalidFieldError
 
 CODECS = [

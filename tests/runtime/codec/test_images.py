@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 from PIL import Image
 
-from rollmesh.runtime.codec.images import ImageLimits, check_image, decode_image
+from rollmesh.runtime.codec import ImageLimits, check_image, decode_image
 from rollmesh.runtime.errors import InvalidImageError
 from tests.chat.images.pictures import picture
 

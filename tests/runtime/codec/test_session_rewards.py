@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.runtime.codec.records import apply_rewards, check_rewards
+from rollmesh.runtime.codec import apply_rewards, check_rewards
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import session_pb2, trajectory_pb2
 

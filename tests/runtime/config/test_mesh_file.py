@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from rollmesh.collector import CollectorConfig
-from rollmesh.engine.config import EngineConfig
-from rollmesh.gateway.config import GatewayConfig
-from rollmesh.router.config import RouterConfig
+from rollmesh.engine import EngineConfig
+from rollmesh.gateway import GatewayConfig
+from rollmesh.router import RouterConfig
 from rollmesh.runtime.config import (
     LOCAL_ROUTER,
     SCORER_PORT,
@@ -19,7 +19,7 @@ from rollmesh.runtime.config import (
     read_mesh,
     resolve,
 )
-from rollmesh.scorer.config import ScorerConfig
+from rollmesh.scorer import ScorerConfig
 from rollmesh.sidecar import SidecarConfig
 
 CONFIGS: dict[str, type[Any]] = {

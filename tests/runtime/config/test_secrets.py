@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.engine.config import EngineConfig
+from rollmesh.engine import EngineConfig
 from rollmesh.runtime.config import ConfigError, fill, has_secret, masked, parse_config
 
 SECRETS = [

@@ -8,9 +8,9 @@ from typing import Annotated
 import pytest
 
 from rollmesh.collector import CollectorConfig
-from rollmesh.engine.config import EngineConfig
-from rollmesh.gateway.config import GatewayConfig
-from rollmesh.router.config import RouterConfig
+from rollmesh.engine import EngineConfig
+from rollmesh.gateway import GatewayConfig
+from rollmesh.router import RouterConfig
 from rollmesh.runtime.config import (
     Bounds,
     Config,

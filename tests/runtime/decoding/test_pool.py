@@ -10,8 +10,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from rollmesh.runtime.codec.images import ImageLimits, decode_image
-from rollmesh.runtime.decoding.pool import ImageDecoders
+from rollmesh.runtime.codec import ImageLimits, decode_image
+from rollmesh.runtime.decoding import ImageDecoders
 from rollmesh.runtime.errors import InvalidImageError, OverloadedError
 from tests.chat.images.pictures import picture
 

@@ -14,8 +14,7 @@ import pytest
 import uvloop
 
 from rollmesh.internal.v1 import tunnels_pb2
-from rollmesh.mesh import tunnels
-from rollmesh.mesh.tunnels import Tunnel
+from rollmesh.mesh import Tunnel
 from tests.waiting import until
 
 WINDOW = 1024 * 1024
@@ -214,8 +213,8 @@ def no_connections(*ends: Tunnel) -> bool:
 async def test_calls_cut_after_any_message_lose_and_double_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tunnels, "_CHUNK_BYTES", 7)
-    monkeypatch.setattr(tunnels, "_WINDOW_BYTES", 40)
+    monkeypatch.setattr("rollmesh.mesh.tunnels._CHUNK_BYTES", 7)
+    monkeypatch.setattr("rollmesh.mesh.tunnels._WINDOW_BYTES", 40)
     request, answer, served = b"", b"", []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

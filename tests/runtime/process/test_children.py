@@ -8,7 +8,7 @@ import grpc
 import pytest
 import uvloop
 
-from rollmesh.runtime.process.children import start_child
+from rollmesh.runtime.process import start_child
 
 ECHO = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)\nsys.exit(3)"
 PARENT = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.runtime.errors import RemoteError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from tests.processes import ServiceProcess
 from tests.runtime.services import begin, started
 

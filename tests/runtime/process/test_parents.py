@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from rollmesh.runtime.process.children import end_with_parent
+from rollmesh.runtime.process import end_with_parent
 
 PARENT = """
 import multiprocessing

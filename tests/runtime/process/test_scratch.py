@@ -14,7 +14,7 @@ from typing import IO
 
 import pytest
 
-from rollmesh.runtime.process.scratch import Scratch
+from rollmesh.runtime.process import Scratch
 from tests.paths import ROOT
 
 HOLDER = """

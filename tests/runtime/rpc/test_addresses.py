@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError
-from rollmesh.runtime.rpc.channels import check_address, open_channel, target_of, typed_errors
+from rollmesh.runtime.rpc import check_address, open_channel, target_of, typed_errors
 
 REFUSED = """
 unix:/tmp/x unix:///tmp/x unix-abstract:x dns:///a:1 dns://8.8.8.8/a:1 xds:///a vsock:2:80

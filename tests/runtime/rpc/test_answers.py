@@ -9,11 +9,9 @@ import grpc
 import psutil
 import pytest
 
+from rollmesh.runtime import BytesInFlight
 from rollmesh.runtime.errors import DeadlineError
-from rollmesh.runtime.in_flight import BytesInFlight
-from rollmesh.runtime.rpc import server
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.runtime.rpc.interceptors import Context
+from rollmesh.runtime.rpc import Context, open_channel, typed_errors
 from tests.runtime.services import ScriptedService, ask, begin, served
 from tests.waiting import until
 
@@ -86,7 +84,7 @@ async def test_many_that_do_not_read_hold_a_bounded_memory_and_no_bytes_in_fligh
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held = list[BytesInFlight]()
-    monkeypatch.setattr(server, "watch_bytes", held.append)
+    monkeypatch.setattr("rollmesh.runtime.rpc.server.watch_bytes", held.append)
     async with endless(unread_timeout_ms=SOON_MS) as (service, channel, port):
         before = psutil.Process().memory_info().rss
         address = f"127.0.0.1:{port}"

@@ -9,8 +9,13 @@ import grpc
 import pytest
 
 from rollmesh.runtime.errors import RemoteError, StaleVersionError
-from rollmesh.runtime.rpc.channels import drained_on_refusal, open_channel, stub_of, typed_errors
-from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.runtime.rpc import (
+    drained_on_refusal,
+    from_rpc_error,
+    open_channel,
+    stub_of,
+    typed_errors,
+)
 from rollmesh.v1 import router_pb2_grpc, server_pb2_grpc
 
 _EMPTY = grpc.aio.Metadata()

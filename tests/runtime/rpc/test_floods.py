@@ -8,7 +8,7 @@ import grpc
 import psutil
 import pytest
 
-from rollmesh.runtime.rpc.channels import SERVER_BOUNDS, open_channel, typed_errors
+from rollmesh.runtime.rpc import SERVER_BOUNDS, open_channel, typed_errors
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.processes import ServiceProcess, running
 from tests.runtime.rpc.http2 import DATA, GOAWAY, PING, SETTINGS, Peer, connected, settings

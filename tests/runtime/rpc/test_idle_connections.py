@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from rollmesh.runtime.access.identity import CallerConfig, Identity
-from rollmesh.runtime.process.children import raise_descriptor_limit
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.access import CallerConfig, Identity
+from rollmesh.runtime.process import raise_descriptor_limit
+from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.processes import ServiceProcess, running
 from tests.runtime.rpc.http2 import GOAWAY, PREFACE, SETTINGS, Peer

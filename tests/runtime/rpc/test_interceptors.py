@@ -8,9 +8,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from rollmesh.runtime.errors import EnginesBusyError, RemoteError, SessionUnknownError
-from rollmesh.runtime.rpc.channels import request_metadata
-from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.runtime.telemetry.logs import current_request_id
+from rollmesh.runtime.rpc import Context, request_metadata
+from rollmesh.runtime.telemetry import current_request_id
 from tests.runtime.services import KINDS, Script, ScriptedService, ask, echo, failing, served
 
 X_REQUEST_ID = (("x-request-id", "r-1"),)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.rpc.listening import ServerConfig
-from rollmesh.runtime.rpc.server import serve
+from rollmesh.runtime.rpc import ServerConfig, serve
 from tests.locks import Locks
 from tests.processes import run_refused
 from tests.runtime.services import ScriptedService

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError, StoreFullError
-from rollmesh.runtime.rpc.repeats import Repeats
+from rollmesh.runtime.rpc import Repeats
 from rollmesh.v1 import router_pb2
 from tests.controls import Control
 

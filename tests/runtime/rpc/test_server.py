@@ -15,12 +15,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from rollmesh.runtime import clock
-from rollmesh.runtime.access.tokens import write_private
+from rollmesh.runtime.access import write_private
 from rollmesh.runtime.errors import OverloadedError, RemoteError, StartingError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.runtime.rpc.listening import PortInUseError, ServerConfig
-from rollmesh.runtime.rpc.server import serve
+from rollmesh.runtime.rpc import (
+    Context,
+    PortInUseError,
+    ServerConfig,
+    open_channel,
+    serve,
+    typed_errors,
+)
 from rollmesh.v1 import server_pb2, server_pb2_grpc
 from tests.runtime.services import KINDS, NAME, OTHER, ScriptedService, ask, begin, served
 from tests.trial_certificates import copy_certificates

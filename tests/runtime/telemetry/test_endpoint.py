@@ -12,12 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.access import tls as tls_module
-from rollmesh.runtime.access.identity import CallerConfig
-from rollmesh.runtime.access.tokens import write_private
+from rollmesh.runtime.access import CallerConfig, write_private
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.telemetry import endpoint
-from rollmesh.runtime.telemetry.endpoint import metrics_endpoint
+from rollmesh.runtime.telemetry import metrics_endpoint
 from tests.trial_certificates import make_certificates
 
 TOKEN, NEXT = "a" * 32, "b" * 32
@@ -72,7 +69,7 @@ def test_a_file_of_tokens_locks_it(tmp_path: Path) -> None:
 
 
 def test_tokens_change_while_it_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls_module, "_LOOK_MS", 0)
+    monkeypatch.setattr("rollmesh.runtime.access.tls._LOOK_MS", 0)
     write_private(tmp_path, {"scrapers": TOKEN.encode()})
     with metrics_endpoint("127.0.0.1", 0, str(tmp_path / "scrapers")) as port:
         assert port is not None
@@ -92,7 +89,7 @@ def test_it_shows_the_current_certificate_of_its_service(
         make_certificates(tmp_path / name)
         return tmp_path / name
 
-    monkeypatch.setattr(tls_module, "_LOOK_MS", 0)
+    monkeypatch.setattr("rollmesh.runtime.access.tls._LOOK_MS", 0)
     served = make("served")
     write_private(tmp_path, {"scrapers": TOKEN.encode()})
     tls = CallerConfig(
@@ -155,7 +152,7 @@ def test_a_client_that_does_not_read_ends_for_another(port: int) -> None:
 
 
 def test_a_head_without_end_is_cut_off(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "_LONGEST_S", 1000)
+    monkeypatch.setattr("rollmesh.runtime.telemetry.endpoint._LONGEST_S", 1000)
     line = b"X: " + b"x" * 995 + b"\r\n"
     with connected(port, b"GET /metrics HTTP/1.1\r\n" + line * 17) as client:
         ended(client)
@@ -166,7 +163,7 @@ def test_a_head_without_end_is_cut_off(port: int, monkeypatch: pytest.MonkeyPatc
 def test_a_request_ends_after_its_time(
     port: int, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr(endpoint, "_LONGEST_S", 0.1)
+    monkeypatch.setattr("rollmesh.runtime.telemetry.endpoint._LONGEST_S", 0.1)
     with connected(port, sent) as client:
         ended(client)
 

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.runtime.telemetry.logs import (
+from rollmesh.runtime.rpc import open_channel
+from rollmesh.runtime.telemetry import (
     JsonFormatter,
     configure_logging,
     current_request_id,

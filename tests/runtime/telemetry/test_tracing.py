@@ -12,8 +12,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from rollmesh.runtime.config import ConfigError, TracesConfig
-from rollmesh.runtime.telemetry import genai, tracing
-from rollmesh.runtime.telemetry.tracing import NOWHERE, Place, carried, join, place_of, span
+from rollmesh.runtime.telemetry import NOWHERE, Place, carried, genai, join, place_of, span, tracing
 from tests.paths import ROOT
 from tests.processes import run_to_end
 from tests.receivers import Receiver, hanging_receiver, http_receiver

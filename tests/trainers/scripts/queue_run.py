@@ -14,10 +14,14 @@ import transfer_queue as tq
 
 from rollmesh.batches import rows_of
 from rollmesh.client import Scores, SessionResult
-from rollmesh.integrations.verl.manager import load_runner
-from rollmesh.integrations.verl.queue import PromptStatus, TransferQueueWriter, queue_rows
-from rollmesh.integrations.verl.settings import Settings
-from rollmesh.runtime.codec.columns import Columns, experts_column
+from rollmesh.integrations.verl import (
+    PromptStatus,
+    Settings,
+    TransferQueueWriter,
+    load_runner,
+    queue_rows,
+)
+from rollmesh.runtime.codec import Columns, experts_column
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.batches.records import linear, session, trajectory
 from tests.trainers.queues import buffer, described

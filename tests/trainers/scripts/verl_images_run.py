@@ -13,8 +13,8 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopWorker  # noqa: E40
 from verl.utils import hf_processor, hf_tokenizer  # noqa: E402
 
 from rollmesh.batches import ImageProcessor, pad, ragged, rows_of, to_torch  # noqa: E402
-from rollmesh.integrations.verl.queue import queue_rows  # noqa: E402
-from rollmesh.runtime.codec.images import decode_image  # noqa: E402
+from rollmesh.integrations.verl import queue_rows  # noqa: E402
+from rollmesh.runtime.codec import decode_image  # noqa: E402
 from tests.batches.pictured import pictured  # noqa: E402
 
 

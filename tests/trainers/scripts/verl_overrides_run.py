@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from rollmesh.integrations.verl.settings import sampling_of, served
+from rollmesh.integrations.verl import sampling_of, served
 from rollmesh.runtime.errors import InvalidFieldError
 
 

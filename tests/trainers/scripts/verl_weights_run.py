@@ -26,7 +26,7 @@ from verl.workers.rollout.replica import get_rollout_replica_class
 
 from rollmesh.batches import rows_of
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.integrations.verl.queue import queue_rows
+from rollmesh.integrations.verl import queue_rows
 
 _RANKS = 2
 

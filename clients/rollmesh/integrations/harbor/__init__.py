@@ -7,13 +7,16 @@ session of a rollout, and `HarborTrialRunner` runs them without a server. See `d
 from rollmesh.integrations.harbor.connector import (
     Connector,
     HarborError,
+    Lost,
     RelayClient,
+    Rollout,
     ending_of,
     path_of,
 )
 from rollmesh.integrations.harbor.details import (
     ServedTrials,
     atif_of,
+    decode_of,
     rollout_details_of,
     write_details,
 )
@@ -31,9 +34,12 @@ __all__ = [
     "HarborRolloutError",
     "HarborRunner",
     "HarborTrialRunner",
+    "Lost",
     "RelayClient",
+    "Rollout",
     "ServedTrials",
     "atif_of",
+    "decode_of",
     "ending_of",
     "path_of",
     "rollout_details_of",

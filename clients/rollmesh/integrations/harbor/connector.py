@@ -29,12 +29,11 @@ from urllib.parse import unquote
 import aiohttp
 from yarl import URL
 
-from rollmesh.client import Client, InfrastructureError, Session
-from rollmesh.client.sessions import Outcome
+from rollmesh.client import Client, InfrastructureError, Outcome, Session
 from rollmesh.integrations.harbor.details import ServedTrials
-from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime import Backoff
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionClosedError
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 
 _log = logging.getLogger(__name__)
 Headers: TypeAlias = list[tuple[str, str]]

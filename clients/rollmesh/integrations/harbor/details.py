@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.client import Client, SessionResult, Trajectory
-from rollmesh.record import images
-from rollmesh.record.atif import Decode, documents_of, facts_of, ids_of, leaves_as_result
-from rollmesh.record.rows import decoder
-from rollmesh.runtime.backoff import Backoff
+from rollmesh.record import (
+    Decode,
+    decoder,
+    documents_of,
+    facts_of,
+    ids_of,
+    images,
+    leaves_as_result,
+)
+from rollmesh.runtime import Backoff
 from rollmesh.runtime.errors import SessionUnknownError
 
 _STORED_S = 30.0

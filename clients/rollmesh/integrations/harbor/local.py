@@ -16,9 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollmesh.client import Client, Session
-from rollmesh.client.runners.commands import inherited
-from rollmesh.client.shielding import shielded
+from rollmesh.client import Client, Session, inherited, shielded
 from rollmesh.integrations.harbor.details import decode_of, write_stored
 from rollmesh.integrations.harbor.runner import HarborRolloutError, settle, task_of
 

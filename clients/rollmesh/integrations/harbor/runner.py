@@ -19,10 +19,14 @@ from typing import Any, NoReturn
 
 import aiohttp
 
-from rollmesh.client import Client, InfrastructureError, Session
-from rollmesh.client.rollouts import AgentStoppedError
-from rollmesh.client.runners.reaper import Reaper
-from rollmesh.client.shielding import shielded
+from rollmesh.client import (
+    AgentStoppedError,
+    Client,
+    InfrastructureError,
+    Reaper,
+    Session,
+    shielded,
+)
 from rollmesh.integrations.harbor.connector import (
     HarborError,
     RelayClient,
@@ -31,9 +35,9 @@ from rollmesh.integrations.harbor.connector import (
     refusal,
 )
 from rollmesh.integrations.harbor.details import ServedTrials
-from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime import Backoff
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from rollmesh.client.connections import MeshAddresses
+from rollmesh.client import MeshAddresses
 from rollmesh.integrations.ray.placement import (
     HEAD,
     Home,
@@ -36,11 +36,10 @@ from rollmesh.integrations.ray.placement import (
     spread,
 )
 from rollmesh.integrations.ray.services import ServiceActor, Status, answered, problems, service_of
-from rollmesh.launch.locks import mesh_tokens, trainer_files
-from rollmesh.launch.plan import Process
-from rollmesh.runtime.access.tokens import write_private
+from rollmesh.launch import Process, mesh_tokens, trainer_files
+from rollmesh.runtime.access import write_private
 from rollmesh.runtime.config import MOST_REPLICAS, ConfigError, Tables, mesh_config, read_mesh
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 
 # Nodes and addresses of the cluster.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any
 
-from rollmesh.launch.plan import Process, processes
+from rollmesh.launch import Process, processes
 from rollmesh.runtime.config import MOST_GPUS, Bounds, Config, ConfigError, Tables, fill
 
 HEAD = "node:__internal_head__"

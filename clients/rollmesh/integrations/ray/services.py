@@ -17,10 +17,9 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from rollmesh.launch.child import Child, EndedEarlyError
-from rollmesh.launch.plan import Process, spec_of
-from rollmesh.runtime.access.tokens import write_private
-from rollmesh.runtime.owner_only import UMASK
+from rollmesh.launch import Child, EndedEarlyError, Process, spec_of
+from rollmesh.runtime import UMASK
+from rollmesh.runtime.access import write_private
 
 _log = logging.getLogger(__name__)
 _TAIL_LINES = 20

@@ -3,3 +3,7 @@
 `manager` and `weights` are named in verl's configuration. `queue` works without verl.
 May import `client`, `batches` and `runtime`.
 """
+
+from rollmesh.runtime.doors import door
+
+__getattr__ = door(__name__)

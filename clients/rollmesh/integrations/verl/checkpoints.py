@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo import checkpoint_callback
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-from rollmesh.client.runs import state_of_run
+from rollmesh.client import state_of_run
 from rollmesh.client.sync import Client
 from rollmesh.integrations.verl.settings import RUN, Settings
 

@@ -26,20 +26,19 @@ from typing import Any, TypeAlias, cast
 import transfer_queue as tq
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from rollmesh.batches import ImageProcessor, MissingRewardError, rows_of
-from rollmesh.batches.metrics import StepCounts
+from rollmesh.batches import ImageProcessor, MissingRewardError, StepCounts, rows_of
 from rollmesh.client import (
+    REWARD_NAMES,
     AgentRunner,
     Client,
     Group,
+    GroupIds,
     RolloutSummary,
     SampleOutcome,
     Session,
     SessionResult,
     rollout_groups,
 )
-from rollmesh.client.rollouts import GroupIds
-from rollmesh.client.sessions import REWARD_NAMES
 from rollmesh.integrations.verl.queue import (
     TransferQueueWriter,
     prompt_uid,

@@ -8,9 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from rollmesh.client import Budget, MeshAddresses, Retries, RolloutSettings, TimeLimits
-from rollmesh.client.arguments import chosen
-from rollmesh.client.runs import run_of_state
+from rollmesh.client import (
+    Budget,
+    MeshAddresses,
+    Retries,
+    RolloutSettings,
+    TimeLimits,
+    chosen,
+    run_of_state,
+)
 from rollmesh.integrations.verl.queue import PromptStatus, checked_status
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1.sampling_pb2 import PolicyRun

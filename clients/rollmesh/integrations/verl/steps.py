@@ -8,7 +8,7 @@ import numpy as np
 import transfer_queue as tq
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from rollmesh.batches.metrics import difference_metrics
+from rollmesh.batches import difference_metrics
 
 _NAMES = {
     "actor/pg_loss": "loss",

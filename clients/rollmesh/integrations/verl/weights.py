@@ -23,11 +23,10 @@ from torch import distributed
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout import base, replica
 
-from rollmesh.client import Client, MeshAddresses, WeightDeltas
-from rollmesh.client.runs import numbered
+from rollmesh.client import Client, MeshAddresses, WeightDeltas, numbered
 from rollmesh.integrations.verl.settings import run_of
-from rollmesh.mesh.scores import weights_of
-from rollmesh.runtime.access.identity import CallerConfig
+from rollmesh.mesh import weights_of
+from rollmesh.runtime.access import CallerConfig
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1.sampling_pb2 import PolicyRun
 

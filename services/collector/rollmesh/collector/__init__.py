@@ -15,8 +15,6 @@ command-line tools. Other packages and tests import only the names below. It may
 `mesh`, `runtime` and `v1`.
 """
 
-from rollmesh.collector.config import CollectorConfig
-from rollmesh.collector.service import CollectorService, open_store
-from rollmesh.collector.store import Store
+from rollmesh.runtime.doors import door
 
-__all__ = ["CollectorConfig", "CollectorService", "Store", "open_store"]
+__getattr__ = door(__name__)

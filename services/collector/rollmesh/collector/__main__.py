@@ -9,7 +9,7 @@ import sys
 from rollmesh.collector.commands import TOOLS, run_tool
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.service import CollectorService
-from rollmesh.runtime.process.main import run_service
+from rollmesh.runtime.process import run_service
 
 if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1] in TOOLS:

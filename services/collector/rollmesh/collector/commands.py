@@ -11,12 +11,12 @@ from typing import Any
 from google.protobuf import message as protobuf_message
 
 from rollmesh.collector import log
-from rollmesh.mesh.directory import CollectorDirectory
+from rollmesh.mesh import CollectorDirectory
+from rollmesh.runtime import line_of, why, words_of
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.codec.enums import plain, summary_of
+from rollmesh.runtime.codec import plain, summary_of
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
-from rollmesh.runtime.rpc.channels import typed_errors
-from rollmesh.runtime.words import line_of, why, words_of
+from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import (
     collector_pb2 as pb,
     collector_pb2_grpc,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, ConfigError
-from rollmesh.runtime.rpc.listening import Port, RequestBytes, ServerConfig
+from rollmesh.runtime.rpc import Port, RequestBytes, ServerConfig
 
 _SCORER = re.compile(r"(?:[^/]+:\d+)?")
 _STORE = re.compile(r"sqlite|postgres(?:ql)?://.*")

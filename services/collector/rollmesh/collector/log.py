@@ -20,9 +20,9 @@ from urllib.parse import quote, unquote
 
 from google.protobuf.message import DecodeError
 
+from rollmesh.runtime import is_stale, version_of
 from rollmesh.runtime.errors import SessionDamagedError
-from rollmesh.runtime.runs import is_stale, version_of
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import collector_pb2 as pb, sampling_pb2, session_pb2, trajectory_pb2
 
 _log = logging.getLogger(__name__)

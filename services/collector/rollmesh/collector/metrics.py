@@ -5,8 +5,8 @@ from collections.abc import Callable
 from prometheus_client import Counter, Gauge, Summary
 
 from rollmesh.collector.log import Verdict
-from rollmesh.runtime.codec.enums import name_of
-from rollmesh.runtime.telemetry.metrics import show_alarms
+from rollmesh.runtime.codec import name_of
+from rollmesh.runtime.telemetry import show_alarms
 from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 SESSIONS = Counter(

@@ -26,9 +26,9 @@ from rollmesh.collector.store import (
     read_units,
     store_id,
 )
+from rollmesh.runtime import Lane, Limits, prepare_database, read_address
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionDamagedError
-from rollmesh.runtime.postgres import Lane, Limits, prepare_database, read_address
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import collector_pb2 as pb
 
 _log = logging.getLogger(__name__)

@@ -14,9 +14,8 @@ import grpc
 from rollmesh.collector import metrics
 from rollmesh.collector.log import Unit
 from rollmesh.collector.store import RETRY_MS, Store, Unscored
-from rollmesh.mesh.scores import ScoringEngines
-from rollmesh.runtime import clock
-from rollmesh.runtime.backoff import Backoff
+from rollmesh.mesh import ScoringEngines
+from rollmesh.runtime import Backoff, clock
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     RepeatConflictError,
@@ -28,8 +27,8 @@ from rollmesh.runtime.errors import (
     StoreFullError,
     VocabularyMismatchError,
 )
-from rollmesh.runtime.rpc.channels import typed_errors
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.rpc import typed_errors
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import (
     collector_pb2 as pb,
     engine_pb2,

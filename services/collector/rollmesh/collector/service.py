@@ -25,11 +25,9 @@ from rollmesh.collector.settings import created
 from rollmesh.collector.sqlite import open_sqlite
 from rollmesh.collector.store import MOST_CHECKPOINTS, Store
 from rollmesh.collector.streams import Consumer, Subscriptions, check_count
-from rollmesh.mesh.routers import Membership
-from rollmesh.mesh.scores import ScoringEngines
-from rollmesh.runtime import clock
-from rollmesh.runtime.alarms import WINDOW, alarms_of
-from rollmesh.runtime.codec.records import check_name, check_session
+from rollmesh.mesh import Membership, ScoringEngines
+from rollmesh.runtime import WINDOW, alarms_of, clock, first_of
+from rollmesh.runtime.codec import check_name, check_session
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import (
     ConsumerUnknownError,
@@ -42,13 +40,8 @@ from rollmesh.runtime.errors import (
     StoreFullError,
 )
 from rollmesh.runtime.process import faults
-from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.runtime.rpc.repeats import Repeats
-from rollmesh.runtime.tasks import first_of
-from rollmesh.runtime.telemetry import genai, tracing
-from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.runtime.telemetry.metrics import show_alarms
+from rollmesh.runtime.rpc import Context, Repeats, open_channel
+from rollmesh.runtime.telemetry import fields, genai, show_alarms, tracing
 from rollmesh.v1 import (
     collector_pb2 as pb,
     collector_pb2_grpc,

@@ -26,9 +26,9 @@ from rollmesh.collector.store import (
     Work,
     store_id,
 )
-from rollmesh.runtime.database import Database, SqliteStatements
+from rollmesh.runtime import Database, SqliteStatements
 from rollmesh.runtime.errors import SessionDamagedError, StoreError, StoreFullError
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

@@ -36,8 +36,8 @@ from rollmesh.collector.log import (
 )
 from rollmesh.collector.retention import REMEMBERED_MS, Retention
 from rollmesh.collector.settings import other_unit, updated
-from rollmesh.runtime.codec.records import apply_rewards
-from rollmesh.runtime.database import Row, Statements
+from rollmesh.runtime import Row, Statements, check_current
+from rollmesh.runtime.codec import apply_rewards
 from rollmesh.runtime.errors import (
     CheckpointUnknownError,
     ConsumerExistsError,
@@ -50,8 +50,7 @@ from rollmesh.runtime.errors import (
     StoreFullError,
     TooManyCheckpointsError,
 )
-from rollmesh.runtime.runs import check_current
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 _log = logging.getLogger(__name__)

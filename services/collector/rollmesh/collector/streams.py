@@ -27,7 +27,7 @@ from rollmesh.collector.log import (
 from rollmesh.collector.scoring import Teachers
 from rollmesh.collector.settings import check_consumer_name, check_version
 from rollmesh.collector.store import Store, consumer_unknown
-from rollmesh.runtime import clock
+from rollmesh.runtime import begun, check_current, clock, contained, finish
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
     InvalidFieldError,
@@ -35,9 +35,7 @@ from rollmesh.runtime.errors import (
     ShuttingDownError,
 )
 from rollmesh.runtime.process import faults
-from rollmesh.runtime.runs import check_current
-from rollmesh.runtime.tasks import begun, contained, finish
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import collector_pb2 as pb
 
 _log = logging.getLogger(__name__)

@@ -11,3 +11,7 @@ Modules, each importing only those below it:
 
 Outside itself it may import `runtime` and `v1`.
 """
+
+from rollmesh.runtime.doors import door
+
+__getattr__ = door(__name__)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from rollmesh.runtime.config import SCORER_PORT, Bounds, ConfigError
-from rollmesh.runtime.rpc.listening import Port, RequestBytes, ServerConfig
+from rollmesh.runtime.rpc import Port, RequestBytes, ServerConfig
 
 _FUNCTION = re.compile(r"(?:[\w.]+:[\w.]+)?")
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.rpc.interceptors import Context
+from rollmesh.runtime.rpc import Context
 from rollmesh.scorer.config import ScorerConfig
 from rollmesh.scorer.workers import Workers
 from rollmesh.v1 import scorer_pb2, scorer_pb2_grpc, server_pb2

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from rollmesh.runtime.errors import ScorerBusyError, ScorerFailedError
-from rollmesh.runtime.process.children import Child, start_child
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.process import Child, start_child
+from rollmesh.runtime.telemetry import fields
 from rollmesh.scorer.config import ScorerConfig
 from rollmesh.v1 import session_pb2
 

@@ -4,3 +4,7 @@ Read first: `servicer`, `generations`, `control`, `backend`.
 
 May import `mesh`, `runtime` and `v1`. Only `engine.vllm` imports vLLM and torch.
 """
+
+from rollmesh.runtime.doors import door
+
+__getattr__ = door(__name__)

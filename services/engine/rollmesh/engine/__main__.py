@@ -5,7 +5,7 @@ import sys
 
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.service import EngineService
-from rollmesh.runtime.process.main import run_service
+from rollmesh.runtime.process import run_service
 
 if __name__ == "__main__":
     # vLLM reads these from the environment. The user's values win.

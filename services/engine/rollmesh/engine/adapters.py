@@ -25,9 +25,9 @@ from rollmesh.runtime.errors import (
     OverloadedError,
     StaleVersionError,
 )
-from rollmesh.runtime.process.scratch import Scratch
-from rollmesh.runtime.rpc.uploads import check_adapter
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.process import Scratch
+from rollmesh.runtime.rpc import check_adapter
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _log = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from rollmesh.engine.scores import ScoreInput, Scores
-from rollmesh.runtime.codec.arrays import Logprobs, TokenIds, pack_ids, pack_logprobs
-from rollmesh.runtime.codec.columns import Kind, bounded
+from rollmesh.runtime.codec import Kind, Logprobs, TokenIds, bounded, pack_ids, pack_logprobs
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 PauseMode: TypeAlias = engine_pb2.PauseMode.ValueType

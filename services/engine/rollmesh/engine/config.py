@@ -5,10 +5,10 @@ from importlib import util
 from pathlib import Path
 from typing import Annotated, Any
 
-from rollmesh.mesh.images import MOST_IMAGES
-from rollmesh.runtime.codec.images import MAX_BYTES, MAX_PIXELS
+from rollmesh.mesh import MOST_IMAGES
+from rollmesh.runtime.codec import MAX_BYTES, MAX_PIXELS
 from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, ConfigError, OneOf
-from rollmesh.runtime.rpc.listening import ServerConfig
+from rollmesh.runtime.rpc import ServerConfig
 
 ATTACHED = ("vllm-http", "sglang")
 """Backends that adapt a server which runs already."""

@@ -28,8 +28,8 @@ from rollmesh.runtime.errors import (
     SupersededError,
     WeightsDroppedError,
 )
-from rollmesh.runtime.process.scratch import Scratch
-from rollmesh.runtime.rpc.uploads import check_room, write_chunks
+from rollmesh.runtime.process import Scratch
+from rollmesh.runtime.rpc import check_room, write_chunks
 from rollmesh.v1 import engine_pb2
 
 _T = TypeVar("_T")

@@ -16,7 +16,7 @@ from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.control import Control
 from rollmesh.engine.requests import RequestImages, read_generate, read_score
 from rollmesh.engine.scores import ScoreInput, Scores
-from rollmesh.runtime import clock
+from rollmesh.runtime import BytesInFlight, clock
 from rollmesh.runtime.errors import (
     DeadlineError,
     EngineDeadError,
@@ -27,11 +27,9 @@ from rollmesh.runtime.errors import (
     RequestIdInUseError,
     RollmeshError,
 )
-from rollmesh.runtime.in_flight import BytesInFlight
 from rollmesh.runtime.process import faults
-from rollmesh.runtime.rpc.statuses import to_status
-from rollmesh.runtime.telemetry import genai, tracing
-from rollmesh.runtime.telemetry.logs import set_request_id
+from rollmesh.runtime.rpc import to_status
+from rollmesh.runtime.telemetry import genai, set_request_id, tracing
 from rollmesh.v1 import engine_pb2
 
 _log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from rollmesh.runtime.codec.differences import GAPS, VALUES, Bits, checksum
+from rollmesh.runtime.codec import GAPS, VALUES, Bits, checksum
 from rollmesh.runtime.errors import InvalidWeightsError, WeightsBaseError
-from rollmesh.runtime.process.scratch import Scratch
+from rollmesh.runtime.process import Scratch
 
 _SHOWN = 80
 

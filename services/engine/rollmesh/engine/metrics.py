@@ -5,8 +5,8 @@ from functools import cache
 from prometheus_client import Counter, Gauge, Histogram
 
 from rollmesh.engine.backend import Backend
-from rollmesh.runtime.codec.enums import name_of
-from rollmesh.runtime.runs import run_of, version_of
+from rollmesh.runtime import run_of, version_of
+from rollmesh.runtime.codec import name_of
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 GENERATIONS = Counter(

@@ -15,12 +15,16 @@ from rollmesh.engine.backend import (
 )
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scores import NO_ID, ScoreInput
-from rollmesh.mesh.images import HeldBytes, Images, check_hashes, check_places
-from rollmesh.runtime.codec.arrays import TokenIds, unpack_ids
-from rollmesh.runtime.codec.enums import name_of
-from rollmesh.runtime.codec.images import ImageLimits
-from rollmesh.runtime.codec.sampling_ranges import SAMPLING_RANGES, check_ranges
-from rollmesh.runtime.decoding.pool import ImageDecoders
+from rollmesh.mesh import HeldBytes, Images, check_hashes, check_places
+from rollmesh.runtime.codec import (
+    SAMPLING_RANGES,
+    ImageLimits,
+    TokenIds,
+    check_ranges,
+    name_of,
+    unpack_ids,
+)
+from rollmesh.runtime.decoding import ImageDecoders
 from rollmesh.runtime.errors import (
     InvalidConstraintError,
     InvalidFieldError,

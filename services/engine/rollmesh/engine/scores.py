@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollmesh.runtime.codec.arrays import Logprobs, TokenIds, pack_ids, pack_logprobs
+from rollmesh.runtime.codec import Logprobs, TokenIds, pack_ids, pack_logprobs
 from rollmesh.v1 import engine_pb2
 
 NO_ID = 2**32 - 1

@@ -38,8 +38,14 @@ from rollmesh.engine.checkpoints import weight_files
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scores import NO_ID, ScoreInput, Scores
 from rollmesh.runtime import clock
-from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
-from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT, experts_column, support_column
+from rollmesh.runtime.codec import (
+    EXPERTS,
+    SUPPORT,
+    Logprobs,
+    TokenIds,
+    experts_column,
+    support_column,
+)
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import InvalidWeightsError, WeightTransferError
 from rollmesh.v1 import engine_pb2, sampling_pb2

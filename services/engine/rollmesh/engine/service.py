@@ -12,13 +12,12 @@ from rollmesh.engine.backend import Backend
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.servicer import EngineServicer
-from rollmesh.mesh.routers import Membership, own_id
-from rollmesh.mesh.tunnels import DialOut
-from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT
+from rollmesh.mesh import DialOut, Membership, own_id
+from rollmesh.runtime import tokenizer_sha256
+from rollmesh.runtime.codec import EXPERTS, SUPPORT
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import tunnel_address
-from rollmesh.runtime.tokenizer_files import tokenizer_sha256
+from rollmesh.runtime.rpc import tunnel_address
 from rollmesh.v1 import engine_pb2_grpc, router_pb2, server_pb2
 
 

@@ -12,14 +12,14 @@ from rollmesh.engine.control import Control, WeightUpdates
 from rollmesh.engine.generations import Generations, GenerationStream
 from rollmesh.engine.requests import read_init
 from rollmesh.runtime.errors import PrefixCacheInUseError
-from rollmesh.runtime.rpc.channels import drained_on_refusal
-from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.runtime.rpc.repeats import Repeats
-from rollmesh.runtime.rpc.uploads import (
+from rollmesh.runtime.rpc import (
+    Context,
+    Repeats,
     check_action,
     check_adapter_header,
     check_update,
     chunks_of,
+    drained_on_refusal,
     header_of,
 )
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc

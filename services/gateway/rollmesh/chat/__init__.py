@@ -4,6 +4,7 @@ A distribution of its own, `rollmesh-chat`: it imports nothing else of rollmesh,
 grpc nor asyncio.
 """
 
+from rollmesh.chat.caches import ByteCache
 from rollmesh.chat.canonical import (
     ChangedEcho,
     argument_value,
@@ -36,6 +37,14 @@ from rollmesh.chat.images import (
     locate,
     reserved_texts,
 )
+from rollmesh.chat.json_values import (
+    MOST_DEPTH,
+    comparable,
+    is_object,
+    read_json,
+    replace_surrogates,
+    write_json,
+)
 from rollmesh.chat.messages import (
     Image,
     Message,
@@ -59,6 +68,8 @@ from rollmesh.chat.tokenizer import (
 
 __all__ = [
     "CONSTRAINED_FORMATS",
+    "MOST_DEPTH",
+    "ByteCache",
     "Calls",
     "ChangedEcho",
     "ChatModel",
@@ -88,6 +99,7 @@ __all__ = [
     "Wanted",
     "argument_value",
     "bad_sequences",
+    "comparable",
     "constraint_of",
     "contradicts_reasoning",
     "exact_key",
@@ -95,14 +107,18 @@ __all__ = [
     "fingerprint",
     "group_messages",
     "images_of",
+    "is_object",
     "lenient_key",
     "load_reserved_ids",
     "load_rule",
     "locate",
     "make_context",
     "new_call_id",
+    "read_json",
     "read_messages",
+    "replace_surrogates",
     "reserved_texts",
     "spelling_key",
+    "write_json",
     "write_message",
 ]

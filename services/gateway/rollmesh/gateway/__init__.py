@@ -27,4 +27,6 @@ Read first: `turn`, `prompt`, `session`.
 Outside itself it may import `chat`, `mesh`, `runtime` and `v1`.
 """
 
-from rollmesh import runtime as runtime  # first, because it quiets gRPC's core
+from rollmesh.runtime.doors import door
+
+__getattr__ = door(__name__)

@@ -8,7 +8,7 @@ from rollmesh.chat.templates import TemplateRefusedError
 from rollmesh.gateway.commands import TOOLS, run_tool
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.service import GatewayService
-from rollmesh.runtime.process.main import run_service
+from rollmesh.runtime.process import run_service
 
 
 def main() -> int:

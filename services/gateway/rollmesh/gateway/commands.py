@@ -15,14 +15,13 @@ from typing import Any
 
 import grpc
 
-from rollmesh.mesh.directory import GatewayDirectory
-from rollmesh.runtime import clock
+from rollmesh.mesh import GatewayDirectory
+from rollmesh.runtime import Backoff, clock
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.backoff import Backoff
-from rollmesh.runtime.codec.enums import plain
+from rollmesh.runtime.codec import plain
 from rollmesh.runtime.config import LOCAL_ROUTER
 from rollmesh.runtime.errors import NoGatewayError, RollmeshError
-from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import gateway_admin_pb2 as pb, gateway_pb2
 from rollmesh.v1.gateway_admin_pb2_grpc import GatewayAdminServiceStub
 from rollmesh.v1.gateway_pb2_grpc import GatewayServiceStub

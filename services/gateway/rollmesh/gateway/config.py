@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from rollmesh.mesh.images import MOST_IMAGES
-from rollmesh.runtime.codec.images import MAX_BYTES, MAX_PIXELS
+from rollmesh.mesh import MOST_IMAGES
+from rollmesh.runtime.codec import MAX_BYTES, MAX_PIXELS
 from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, OneOf
-from rollmesh.runtime.rpc.listening import Port, ServerConfig
+from rollmesh.runtime.rpc import Port, ServerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,9 @@ from rollmesh.chat import (
     ToolCall,
     group_messages,
 )
-from rollmesh.runtime.caches import ByteCache
-from rollmesh.runtime.codec.images import CheckedImage, ImageLimits, check_media_type
-from rollmesh.runtime.decoding.pool import DecodedImage, ImageDecoders
+from rollmesh.runtime import ByteCache
+from rollmesh.runtime.codec import CheckedImage, ImageLimits, check_media_type
+from rollmesh.runtime.decoding import DecodedImage, ImageDecoders
 from rollmesh.runtime.errors import (
     ImageUnknownError,
     InvalidImageError,

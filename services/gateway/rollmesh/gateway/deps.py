@@ -14,8 +14,7 @@ from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.journal import ModelFiles
 from rollmesh.gateway.tree import Tree
 from rollmesh.gateway.vllm_parser import VllmParser
-from rollmesh.mesh.failover import Failover
-from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh import Failover, LeaseClient
 from rollmesh.v1 import session_pb2
 
 # Fair scheduling of threaded work between sessions.

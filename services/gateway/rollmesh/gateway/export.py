@@ -13,18 +13,24 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rollmesh.chat import Message, RenderContext, write_message
-from rollmesh.chat.json_values import write_json
+from rollmesh.chat import Message, RenderContext, write_json, write_message
 from rollmesh.gateway.lineage import Label, lineages, turns_by_request
 from rollmesh.gateway.responses import write_role
 from rollmesh.gateway.session import Session, SessionSpec
 from rollmesh.gateway.tree import Fidelity, Node, Sample, Tree
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_logprobs
-from rollmesh.runtime.codec.columns import EXPERTS, joined, rows_between
-from rollmesh.runtime.codec.enums import name_of
-from rollmesh.runtime.codec.records import apply_rewards, check_rewards
+from rollmesh.runtime.codec import (
+    EXPERTS,
+    apply_rewards,
+    check_rewards,
+    joined,
+    name_of,
+    pack_ids,
+    pack_logprobs,
+    rows_between,
+    unpack_logprobs,
+)
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import (
     chat_pb2,
     collector_pb2,

@@ -16,17 +16,16 @@ from rollmesh.chat import Image, Message, Placeholder, RenderContext, ToolCall, 
 from rollmesh.gateway.conversation import ImageFacts
 from rollmesh.gateway.session import AnswerReceipt, Session, SessionSpec
 from rollmesh.gateway.tree import Edge, Fidelity, Node, Sample, Told, Tree
-from rollmesh.mesh.directory import JOURNAL_ID_CHARS
-from rollmesh.mesh.generation import Tops
-from rollmesh.runtime.codec.arrays import (
+from rollmesh.mesh import JOURNAL_ID_CHARS, Tops
+from rollmesh.runtime import Database, Row, SqliteStatements, Statements
+from rollmesh.runtime.codec import (
+    CheckedImage,
     TokenIds,
     pack_ids,
     pack_logprobs,
     unpack_ids,
     unpack_logprobs,
 )
-from rollmesh.runtime.codec.images import CheckedImage
-from rollmesh.runtime.database import Database, Row, SqliteStatements, Statements
 from rollmesh.runtime.errors import (
     JournalMovedError,
     RollmeshError,

@@ -7,7 +7,7 @@ from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.session import EDGE_BYTES, Session, Turn
 from rollmesh.gateway.tree import Edge, Spent
 from rollmesh.runtime import clock
-from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.errors import BudgetSpentError, SessionLimitError
 from rollmesh.v1 import sampling_pb2, session_pb2
 

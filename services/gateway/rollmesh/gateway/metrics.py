@@ -6,8 +6,8 @@ import numpy as np
 from prometheus_client import Counter, Gauge
 
 from rollmesh.gateway.tree import Node
-from rollmesh.runtime.codec.enums import name_of
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.codec import name_of
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
 _log = logging.getLogger(__name__)

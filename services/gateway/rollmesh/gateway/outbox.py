@@ -43,11 +43,9 @@ from rollmesh.gateway.journal import (
 )
 from rollmesh.gateway.session import Session, SessionSpec
 from rollmesh.gateway.tree import Node, Tree
-from rollmesh.mesh.directory import CollectorDirectory
-from rollmesh.runtime import clock
-from rollmesh.runtime.backoff import Backoff
-from rollmesh.runtime.codec.arrays import pack_ids, unpack_ids
-from rollmesh.runtime.codec.enums import name_of
+from rollmesh.mesh import CollectorDirectory
+from rollmesh.runtime import Backoff, clock
+from rollmesh.runtime.codec import name_of, pack_ids, unpack_ids
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     RemoteError,
@@ -57,8 +55,8 @@ from rollmesh.runtime.errors import (
     StoreError,
 )
 from rollmesh.runtime.process import faults
-from rollmesh.runtime.rpc.channels import typed_errors
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.rpc import typed_errors
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import collector_pb2, gateway_admin_pb2, gateway_pb2, session_pb2
 
 # Closed sessions in the journal: waiting for the collector, set aside, and remembered.

@@ -23,10 +23,9 @@ from rollmesh.gateway.journal import (
     moved,
     new_journal_id,
 )
-from rollmesh.runtime.database import Row, Statements
+from rollmesh.runtime import Lane, Limits, Row, Statements, prepare_database, read_address
 from rollmesh.runtime.errors import JournalMovedError, RollmeshError, StoreInDoubtError
-from rollmesh.runtime.postgres import Lane, Limits, prepare_database, read_address
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

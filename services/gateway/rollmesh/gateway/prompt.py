@@ -32,7 +32,7 @@ from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.requests import field_errors
 from rollmesh.gateway.session import Session, TurnRequest
 from rollmesh.gateway.tree import Bookmark, Match, Node
-from rollmesh.runtime.codec.arrays import TokenIds, pack_ids
+from rollmesh.runtime.codec import TokenIds, pack_ids
 from rollmesh.runtime.errors import ContextLengthExceededError, InvalidMessagesError
 from rollmesh.v1 import engine_pb2, sampling_pb2, trajectory_pb2
 

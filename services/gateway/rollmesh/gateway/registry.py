@@ -49,8 +49,8 @@ from rollmesh.gateway.starts import Start
 from rollmesh.gateway.tree import Edge, Node, Spent
 from rollmesh.gateway.turn import run_turn, tokens_of
 from rollmesh.gateway.upstream import UpstreamDeps, run_text_turn
-from rollmesh.runtime import clock
-from rollmesh.runtime.codec.images import CheckedImage
+from rollmesh.runtime import begun, clock
+from rollmesh.runtime.codec import CheckedImage
 from rollmesh.runtime.errors import (
     BudgetSpentError,
     GroupSizeError,
@@ -63,10 +63,8 @@ from rollmesh.runtime.errors import (
     StoreError,
 )
 from rollmesh.runtime.process import faults
-from rollmesh.runtime.rpc.repeats import digest_of
-from rollmesh.runtime.tasks import begun
-from rollmesh.runtime.telemetry import tracing
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.rpc import digest_of
+from rollmesh.runtime.telemetry import fields, tracing
 from rollmesh.v1 import gateway_admin_pb2, gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 # A close and its repeats: their digests and errors.

@@ -15,8 +15,9 @@ from rollmesh.chat import (
     Wanted,
     fingerprint,
     make_context,
+    read_json,
+    replace_surrogates,
 )
-from rollmesh.chat.json_values import read_json, replace_surrogates
 from rollmesh.chat.parsing import tool_schemas
 from rollmesh.gateway.conversation import RequestImages
 from rollmesh.gateway.session import (
@@ -28,7 +29,7 @@ from rollmesh.gateway.session import (
     TurnSettings,
 )
 from rollmesh.gateway.tree import Edge
-from rollmesh.runtime.caches import ByteCache
+from rollmesh.runtime import ByteCache
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     InvalidSamplingError,

@@ -19,9 +19,9 @@ from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.requests import shown_sampling
 from rollmesh.gateway.session import Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Tree
-from rollmesh.mesh.generation import Sampled, joined
+from rollmesh.mesh import Sampled, joined
 from rollmesh.runtime import clock
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
+from rollmesh.runtime.codec import pack_ids, pack_logprobs
 from rollmesh.runtime.errors import BudgetSpentError
 from rollmesh.v1 import (
     chat_pb2,

@@ -40,17 +40,19 @@ from rollmesh.gateway.tenancy import Gateway, Tenancy
 from rollmesh.gateway.upstream import Upstream, UpstreamDeps
 from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.internal.v1 import tunnels_pb2_grpc
-from rollmesh.mesh.directory import CollectorDirectory
-from rollmesh.mesh.engines import EngineClients
-from rollmesh.mesh.failover import Failover
-from rollmesh.mesh.leases import LeaseClient
-from rollmesh.mesh.routers import Membership, own_id
-from rollmesh.mesh.tunnels import Tunnels
-from rollmesh.runtime.codec.images import ImageLimits
+from rollmesh.mesh import (
+    CollectorDirectory,
+    EngineClients,
+    Failover,
+    LeaseClient,
+    Membership,
+    Tunnels,
+    own_id,
+)
+from rollmesh.runtime import first_of, tokenizer_sha256
+from rollmesh.runtime.codec import ImageLimits
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.tasks import first_of
-from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.runtime.tokenizer_files import tokenizer_sha256
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import (
     gateway_admin_pb2_grpc,
     gateway_pb2,

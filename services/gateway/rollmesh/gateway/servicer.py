@@ -22,17 +22,15 @@ from rollmesh.gateway.tenancy import Gateway
 from rollmesh.gateway.turn import count_tokens
 from rollmesh.gateway.upstream import UpstreamDeps, check_chat
 from rollmesh.runtime import clock
-from rollmesh.runtime.codec.columns import KINDS
-from rollmesh.runtime.codec.sampling_ranges import check_ranges
+from rollmesh.runtime.codec import KINDS, check_ranges
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     InvalidMessagesError,
     InvalidSamplingError,
     ModelMismatchError,
 )
-from rollmesh.runtime.process.memory import FreedMemory
-from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.runtime.rpc.repeats import Repeats
+from rollmesh.runtime.process import FreedMemory
+from rollmesh.runtime.rpc import Context, Repeats
 from rollmesh.v1 import (
     gateway_admin_pb2 as pb,
     gateway_admin_pb2_grpc,

@@ -35,9 +35,9 @@ from google.protobuf import json_format
 from rollmesh.chat import RenderContext, Wanted
 from rollmesh.gateway.conversation import Conversation, ImageFacts, MessageReader, answer_id_of
 from rollmesh.gateway.tree import Lineage, Node, Tree
-from rollmesh.mesh.failover import Order
+from rollmesh.mesh import Order
 from rollmesh.runtime import clock
-from rollmesh.runtime.codec.images import CheckedImage
+from rollmesh.runtime.codec import CheckedImage
 from rollmesh.runtime.errors import (
     AnswerUnknownError,
     GenerationAbortedError,

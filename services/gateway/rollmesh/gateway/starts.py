@@ -21,14 +21,14 @@ from rollmesh.chat import (
     RenderContext,
     group_messages,
     make_context,
+    read_json,
     read_messages,
+    write_json,
 )
-from rollmesh.chat.json_values import read_json, write_json
 from rollmesh.gateway.conversation import GivenImage, ImagePolicy
 from rollmesh.gateway.deps import BaseDeps, Deps
 from rollmesh.gateway.tree import Fidelity, Node, new_root
-from rollmesh.runtime.codec.arrays import TokenIds, unpack_ids
-from rollmesh.runtime.codec.images import CheckedImage, check_media_type
+from rollmesh.runtime.codec import CheckedImage, TokenIds, check_media_type, unpack_ids
 from rollmesh.runtime.errors import InvalidFieldError, InvalidImageError, ModelMismatchError
 from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 

@@ -20,7 +20,7 @@ from rollmesh.gateway.registry import GroupSizes, Registry, close_idle
 from rollmesh.gateway.session import SessionSpec
 from rollmesh.gateway.starts import Start
 from rollmesh.gateway.upstream import UpstreamDeps
-from rollmesh.mesh.directory import CollectorDirectory, journal_of
+from rollmesh.mesh import CollectorDirectory, journal_of
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     AdapterUnknownError,
@@ -30,7 +30,7 @@ from rollmesh.runtime.errors import (
     StoreFullError,
     TooManySessionsError,
 )
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import gateway_admin_pb2, gateway_pb2, router_pb2, sampling_pb2
 
 if TYPE_CHECKING:  # a journal in a file does not need the database's driver

@@ -6,8 +6,7 @@ from typing import Any
 from rollmesh.chat import write_message
 from rollmesh.gateway.session import Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Node
-from rollmesh.runtime.telemetry import genai, tracing
-from rollmesh.runtime.telemetry.logs import current_request_id
+from rollmesh.runtime.telemetry import current_request_id, genai, tracing
 from rollmesh.v1 import gateway_pb2
 
 

@@ -29,9 +29,8 @@ from rollmesh.chat import (
     lenient_key,
 )
 from rollmesh.chat.templates import Seen
-from rollmesh.mesh.generation import Tops
-from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
-from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT, joined, rows_between
+from rollmesh.mesh import Tops
+from rollmesh.runtime.codec import EXPERTS, SUPPORT, Logprobs, TokenIds, joined, rows_between
 from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
 from rollmesh.v1.sampling_pb2 import TokenColumn
 

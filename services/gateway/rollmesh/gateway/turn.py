@@ -20,11 +20,9 @@ from rollmesh.gateway.requests import field_errors
 from rollmesh.gateway.responses import write_deltas, write_prompt, write_tokens
 from rollmesh.gateway.session import Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Fidelity, Node, Sample, path_bytes
-from rollmesh.mesh.failover import COLLECT_MS, MOST_COLLECTED_TOKENS, Order
-from rollmesh.mesh.generation import Generation, Sampled, joined
+from rollmesh.mesh import COLLECT_MS, MOST_COLLECTED_TOKENS, Generation, Order, Sampled, joined
 from rollmesh.runtime import clock
-from rollmesh.runtime.codec.arrays import pack_ids
-from rollmesh.runtime.codec.images import CheckedImage
+from rollmesh.runtime.codec import CheckedImage, pack_ids
 from rollmesh.runtime.errors import (
     ContextLengthExceededError,
     DeadlineError,

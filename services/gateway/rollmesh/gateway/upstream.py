@@ -39,8 +39,7 @@ from rollmesh.gateway.responses import write_deltas
 from rollmesh.gateway.session import Session, Turn, TurnRequest, TurnSettings
 from rollmesh.gateway.tree import Finish, Match, Node, Sample, Told, path_bytes
 from rollmesh.gateway.turn import commit
-from rollmesh.runtime import clock
-from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime import Backoff, clock
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import (
     ContextLengthExceededError,

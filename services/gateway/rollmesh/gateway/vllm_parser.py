@@ -17,8 +17,8 @@ from typing import Any
 
 from rollmesh.chat.parsing import Reading
 from rollmesh.runtime import clock
-from rollmesh.runtime.process.children import Child, start_child
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.process import Child, start_child
+from rollmesh.runtime.telemetry import fields
 
 _log = logging.getLogger(__name__)
 _LINE_BYTES = 64 * 1024 * 1024

@@ -19,4 +19,6 @@ Read first: `leases`, `engines`.
 Outside itself it may import `mesh`, `runtime` and `v1`.
 """
 
-import rollmesh.runtime  # noqa: F401 - before gRPC
+from rollmesh.runtime.doors import door
+
+__getattr__ = door(__name__)

@@ -6,7 +6,7 @@ import sys
 from rollmesh.router.commands import FORGET, forget_weights
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.service import RouterService
-from rollmesh.runtime.process.main import run_service
+from rollmesh.runtime.process import run_service
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [FORGET]:

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from rollmesh.mesh.routers import Routers
+from rollmesh.mesh import Routers
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import LOCAL_ROUTER
 from rollmesh.v1 import router_pb2

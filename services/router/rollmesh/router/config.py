@@ -7,7 +7,7 @@ from typing import Annotated
 from rollmesh.router.engines import IMBALANCE_MARGIN
 from rollmesh.router.leases import QUEUE_LIMIT
 from rollmesh.runtime.config import ROUTER_PORT, Bounds, ConfigError
-from rollmesh.runtime.rpc.listening import Port, ServerConfig
+from rollmesh.runtime.rpc import Port, ServerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

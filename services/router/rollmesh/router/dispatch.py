@@ -20,9 +20,8 @@ from rollmesh.runtime.errors import (
     SupersededError,
 )
 from rollmesh.runtime.process import faults
-from rollmesh.runtime.rpc.statuses import to_status
-from rollmesh.runtime.telemetry import genai, tracing
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.rpc import to_status
+from rollmesh.runtime.telemetry import fields, genai, tracing
 from rollmesh.v1 import router_pb2
 
 _log = logging.getLogger(__name__)

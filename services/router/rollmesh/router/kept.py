@@ -27,6 +27,7 @@ from google.protobuf.message import DecodeError
 
 from rollmesh.internal.v1 import peers_pb2
 from rollmesh.router.engines import Engine, Revision
+from rollmesh.runtime import run_of, start_of
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     StoreError,
@@ -34,8 +35,7 @@ from rollmesh.runtime.errors import (
     SupersededError,
     WeightsBaseError,
 )
-from rollmesh.runtime.rpc.uploads import check_room
-from rollmesh.runtime.runs import run_of, start_of
+from rollmesh.runtime.rpc import check_room
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _KEPT, _PART, _FILE = "kept", ".part", ".safetensors"

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from rollmesh.runtime import clock
-from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.errors import (
     DeadlineError,
     InvalidFieldError,
@@ -15,7 +15,7 @@ from rollmesh.runtime.errors import (
     ReplicaIdInUseError,
     RollmeshError,
 )
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import router_pb2, sampling_pb2
 
 _log = logging.getLogger(__name__)

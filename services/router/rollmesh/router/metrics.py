@@ -5,7 +5,7 @@ from contextlib import suppress
 from prometheus_client import Counter, Gauge, Histogram
 
 from rollmesh.router.leases import LeaseTable
-from rollmesh.runtime.runs import run_of, version_of
+from rollmesh.runtime import run_of, version_of
 
 LEASE_REQUESTS = Counter(
     "rollmesh_router_lease_requests_total",

@@ -14,8 +14,7 @@ from rollmesh.router.membership import Members
 from rollmesh.router.pins import Pins
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.runtime.rpc.statuses import to_status
+from rollmesh.runtime.rpc import open_channel, to_status, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, sampling_pb2
 
 _DROP_S = 0.5

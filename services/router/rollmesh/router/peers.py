@@ -19,12 +19,16 @@ from rollmesh.internal.v1 import peers_pb2, peers_pb2_grpc
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.kept import Header, KeptWeights, sync, typed_errors
 from rollmesh.router.models import Models
+from rollmesh.runtime import contained
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors as typed_rpc
-from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.runtime.rpc.uploads import write_chunks
-from rollmesh.runtime.tasks import contained
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.rpc import (
+    Context,
+    open_channel,
+    read_stream,
+    typed_errors as typed_rpc,
+    write_chunks,
+)
+from rollmesh.runtime.telemetry import fields
 
 _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 1024 * 1024

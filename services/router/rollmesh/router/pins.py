@@ -14,15 +14,14 @@ from dataclasses import dataclass
 
 from rollmesh.internal.v1 import peers_pb2
 from rollmesh.router.config import RouterConfig
-from rollmesh.runtime import clock
+from rollmesh.runtime import clock, told
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     OverloadedError,
     ShuttingDownError,
     WeightsPinnedError,
 )
-from rollmesh.runtime.runs import told
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import router_pb2
 
 _log = logging.getLogger(__name__)

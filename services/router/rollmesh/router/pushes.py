@@ -16,7 +16,19 @@ from rollmesh.router.kept import Header, KeptWeights, holds, revision_of
 from rollmesh.router.models import Models
 from rollmesh.router.peers import Peers, receive
 from rollmesh.router.updates import Updates, refused
-from rollmesh.runtime.codec.records import check_name
+from rollmesh.runtime import (
+    STRIDE,
+    begun,
+    check_current,
+    check_run,
+    contained,
+    finish,
+    opened,
+    run_of,
+    start_of,
+    told,
+)
+from rollmesh.runtime.codec import check_name
 from rollmesh.runtime.errors import (
     EngineAsleepError,
     InvalidFieldError,
@@ -27,10 +39,8 @@ from rollmesh.runtime.errors import (
     WeightTransferError,
 )
 from rollmesh.runtime.process import faults
-from rollmesh.runtime.rpc.uploads import check_adapter, check_adapter_header, check_update
-from rollmesh.runtime.runs import STRIDE, check_current, check_run, opened, run_of, start_of, told
-from rollmesh.runtime.tasks import begun, contained, finish
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.rpc import check_adapter, check_adapter_header, check_update
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from rollmesh.internal.v1 import (
     peers_pb2_grpc,
     tunnels_pb2_grpc,
 )
-from rollmesh.mesh.tunnels import Tunnels
+from rollmesh.mesh import Tunnels
 from rollmesh.router import metrics
 from rollmesh.router.circuits import CircuitLimits
 from rollmesh.router.config import RouterConfig
@@ -27,7 +27,7 @@ from rollmesh.router.leases import LeaseTable
 from rollmesh.router.membership import Members
 from rollmesh.router.models import Models, call_engine
 from rollmesh.router.pushes import Pushes
-from rollmesh.runtime.access.guard import caller_roles
+from rollmesh.runtime.access import caller_roles
 from rollmesh.runtime.errors import (
     DeadlineError,
     InvalidFieldError,
@@ -35,19 +35,21 @@ from rollmesh.runtime.errors import (
     RoleRefusedError,
     ShuttingDownError,
 )
-from rollmesh.runtime.rpc.channels import (
+from rollmesh.runtime.rpc import (
+    Context,
+    Repeats,
+    check_action,
     check_address,
+    chunks_of,
     drained_on_refusal,
+    header_of,
     is_tunnel,
     open_channel,
     read_stream,
     request_metadata,
     tunnel_address,
 )
-from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.runtime.rpc.repeats import Repeats
-from rollmesh.runtime.rpc.uploads import check_action, chunks_of, header_of
-from rollmesh.runtime.telemetry.metrics import count_refused
+from rollmesh.runtime.telemetry import count_refused
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, router_pb2_grpc, server_pb2
 
 _Answer = TypeVar("_Answer")

@@ -15,7 +15,7 @@ from rollmesh.router.engines import Engine, Revision
 from rollmesh.router.kept import Header, holds, revision_of
 from rollmesh.router.models import Models, call_engine, failed
 from rollmesh.router.peers import Peers
-from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime import Backoff, finish
 from rollmesh.runtime.errors import (
     EngineFaultError,
     RollmeshError,
@@ -23,9 +23,8 @@ from rollmesh.runtime.errors import (
     SupersededError,
     WeightsBaseError,
 )
-from rollmesh.runtime.rpc.statuses import from_status
-from rollmesh.runtime.tasks import finish
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.rpc import from_status
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 
 _Result = engine_pb2.EngineResult

@@ -26,7 +26,7 @@ import grpc
 
 from rollmesh.mesh.routers import Routers, addresses_of
 from rollmesh.runtime import clock
-from rollmesh.runtime.access.identity import Identity
+from rollmesh.runtime.access import Identity
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
     InvalidFieldError,
@@ -39,7 +39,7 @@ from rollmesh.runtime.errors import (
     SessionUnknownError,
     ShuttingDownError,
 )
-from rollmesh.runtime.rpc.channels import (
+from rollmesh.runtime.rpc import (
     KEEPALIVE_MS,
     SHORT_KEEPALIVE_MS,
     ended_with,

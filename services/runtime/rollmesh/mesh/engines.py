@@ -17,10 +17,8 @@ from rollmesh.runtime.errors import (
     RemoteError,
     RollmeshError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
-from rollmesh.runtime.rpc.statuses import from_status
-from rollmesh.runtime.telemetry import tracing
-from rollmesh.runtime.telemetry.logs import current_request_id
+from rollmesh.runtime.rpc import from_status, open_channel, read_stream, typed_errors
+from rollmesh.runtime.telemetry import current_request_id, tracing
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 
 _ASK_TIMEOUT_S = 10.0

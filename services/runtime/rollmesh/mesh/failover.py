@@ -15,8 +15,7 @@ from rollmesh.internal.v1 import leases_pb2
 from rollmesh.mesh.engines import Answer, EngineClients
 from rollmesh.mesh.generation import Generation, Sampled, ended, newest_version, why_not_continued
 from rollmesh.mesh.leases import LeaseClient, Offered
-from rollmesh.runtime import clock
-from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime import Backoff, clock
 from rollmesh.runtime.errors import (
     AdapterUnknownError,
     EngineDeadError,
@@ -31,8 +30,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     StartingError,
 )
-from rollmesh.runtime.telemetry import genai, tracing
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields, genai, tracing
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 # Requests that engines die of, and the rule by which such a request is refused.

@@ -9,21 +9,19 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from rollmesh.mesh.leases import Offered
-from rollmesh.runtime.codec.arrays import (
-    MOST_LOGPROB,
-    Logprobs,
-    TokenIds,
-    pack_ids,
-    unpack_ids,
-    unpack_logprobs,
-)
-from rollmesh.runtime.codec.columns import (
+from rollmesh.runtime.codec import (
     EXPERTS,
+    MOST_LOGPROB,
     SUPPORT,
     Kind,
+    Logprobs,
+    TokenIds,
     check_column,
+    pack_ids,
     ragged_of,
     rows_between,
+    unpack_ids,
+    unpack_logprobs,
 )
 from rollmesh.runtime.errors import EngineFaultError, InvalidFieldError
 from rollmesh.v1 import engine_pb2, sampling_pb2

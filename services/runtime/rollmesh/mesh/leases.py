@@ -22,8 +22,7 @@ import grpc
 
 from rollmesh.internal.v1 import leases_pb2, leases_pb2_grpc
 from rollmesh.mesh.routers import STEADY_MS, Preference, addresses_of
-from rollmesh.runtime import clock
-from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime import Background, Backoff, clock
 from rollmesh.runtime.errors import (
     EngineDeadError,
     EngineFaultError,
@@ -32,11 +31,8 @@ from rollmesh.runtime.errors import (
     RemoteError,
     RollmeshError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, read_stream
-from rollmesh.runtime.rpc.statuses import from_status
-from rollmesh.runtime.tasks import Background
-from rollmesh.runtime.telemetry import tracing
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.rpc import from_status, open_channel, read_stream
+from rollmesh.runtime.telemetry import fields, tracing
 from rollmesh.v1 import sampling_pb2
 
 # The leases and placements of a gateway, to be stated to another router: plain state.

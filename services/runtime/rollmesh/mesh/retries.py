@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime import Backoff
 from rollmesh.runtime.errors import RemoteError, RollmeshError
-from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.runtime.rpc import typed_errors
 
 _Result = TypeVar("_Result")
 _TRANSIENT = {"UNAVAILABLE", "RESOURCE_EXHAUSTED"}

@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 import grpc
 
 from rollmesh.internal.v1 import members_pb2, members_pb2_grpc
-from rollmesh.runtime import clock
-from rollmesh.runtime.access.identity import Identity
-from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime import Background, Backoff, clock
+from rollmesh.runtime.access import Identity
 from rollmesh.runtime.errors import (
     NoCollectorError,
     NoGatewayError,
@@ -28,16 +27,15 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     StartingError,
 )
-from rollmesh.runtime.rpc.channels import (
+from rollmesh.runtime.rpc import (
     SHORT_KEEPALIVE_MS,
     open_channel,
     read_stream,
+    status_code_of,
     stub_of,
     typed_errors,
 )
-from rollmesh.runtime.rpc.statuses import status_code_of
-from rollmesh.runtime.tasks import Background
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import router_pb2, router_pb2_grpc, server_pb2, server_pb2_grpc
 
 # The routers of a mesh, in the order of preference, and the rule by which one of them is used.

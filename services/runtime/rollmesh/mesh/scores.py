@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollmesh.mesh.directory import KEPT_MS, Directory
 from rollmesh.mesh.retries import retried
 from rollmesh.runtime import clock
-from rollmesh.runtime.access.identity import Identity
+from rollmesh.runtime.access import Identity
 from rollmesh.runtime.errors import (
     EngineFaultError,
     GenerationAbortedError,
@@ -19,7 +19,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     VocabularyMismatchError,
 )
-from rollmesh.runtime.rpc.channels import (
+from rollmesh.runtime.rpc import (
     SHORT_KEEPALIVE_MS,
     is_tunnel,
     read_stream,

@@ -29,9 +29,8 @@ import grpc
 
 from rollmesh.internal.v1 import tunnels_pb2, tunnels_pb2_grpc
 from rollmesh.mesh.routers import Routers, addresses_of
-from rollmesh.runtime import clock
-from rollmesh.runtime.access.identity import Identity
-from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime import Backoff, clock, first_of
+from rollmesh.runtime.access import Identity
 from rollmesh.runtime.errors import (
     DeadlineError,
     InvalidFieldError,
@@ -40,9 +39,10 @@ from rollmesh.runtime.errors import (
     ShuttingDownError,
     SupersededError,
 )
-from rollmesh.runtime.process.scratch import Scratch
-from rollmesh.runtime.rpc.channels import (
+from rollmesh.runtime.process import Scratch
+from rollmesh.runtime.rpc import (
     SHORT_KEEPALIVE_MS,
+    Context,
     offer_tunnel,
     open_channel,
     read_stream,
@@ -50,9 +50,7 @@ from rollmesh.runtime.rpc.channels import (
     typed_errors,
     withdraw_tunnel,
 )
-from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.runtime.tasks import first_of
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import router_pb2
 
 # One tunnel, at both of its ends.

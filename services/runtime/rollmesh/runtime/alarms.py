@@ -77,7 +77,7 @@ History = Sequence[Observation]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class AlarmLimits:
     """When a state that should pass has lasted for too long, seconds."""
 
     patience_s: float = 30.0
@@ -110,7 +110,7 @@ _FREE_SHARE, _FREE_BYTES = 0.05, 10 * 1024**3
 _MOST_NAMED = 3
 
 OfSteps = Callable[[Sequence[pb.TrainingStep]], Iterator[str]]
-OfMesh = Callable[[History, Limits], Iterator[tuple[str, str]]]
+OfMesh = Callable[[History, AlarmLimits], Iterator[tuple[str, str]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,14 +199,14 @@ def _growths(
 # Rules of the mesh: its servers and their weights.
 
 
-def _server_silent(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _server_silent(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     before = {one.name for one in history[-2].servers if one.silent} if history[1:] else set()
     for one in history[-1].servers:
         if one.silent and one.name in before:
             yield one.name, f"the {one.kind} does not answer: {one.silent}"
 
 
-def _engine_left_out(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _engine_left_out(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     wrong = (
         router_pb2.EXCLUSION_REASON_FAULT,
         router_pb2.EXCLUSION_REASON_MISFIT,
@@ -218,7 +218,7 @@ def _engine_left_out(history: History, limits: Limits) -> Iterator[tuple[str, st
             yield one.hello.replica_id, f"the engine gets no leases: {why}"
 
 
-def _engine_behind(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _engine_behind(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     targets = [
         {one.model: one.target_policy_version for one in look.members.models}
         for look in history
@@ -235,7 +235,7 @@ def _fenced(look: Observation) -> set[str]:
     return {one.hello.replica_id for one in look.engines() if one.fenced}
 
 
-def _engine_slow(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _engine_slow(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     tempos: dict[str, dict[str, float]] = {}
     models = {one.hello.replica_id: one.hello.model for one in history[-1].engines()}
     for name, (ended, seconds, tokens) in _gains(
@@ -254,7 +254,7 @@ def _engine_slow(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
                 )
 
 
-def _cache_collapses(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _cache_collapses(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     if len({_weights(look) for look in history}) > 1:  # a push empties the caches
         return
     for one in history[-1].of("gateway"):
@@ -273,30 +273,30 @@ def _weights(look: Observation) -> frozenset[tuple[str, int]]:
     return frozenset(engines)
 
 
-def _queue_grows(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _queue_grows(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     for name, before, now in _grows(history, limits, "router", _QUEUE):
         yield name, f"{now:.0f} requests wait for an engine, and {before:.0f} did before"
 
 
-def _outbox_grows(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _outbox_grows(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     for name, before, now in _grows(history, limits, "gateway", _OUTBOX):
         yield name, f"{now:.0f} closed sessions wait for the collector, and {before:.0f} did before"
 
 
-def _dead_letters(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _dead_letters(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     for one in history[-1].of("gateway"):
         if count := one.total(_DEAD_LETTERS):
             yield one.name, f"{count:.0f} sessions are set aside and reach no trainer"
 
 
-def _disk_low(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _disk_low(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     for one in history[-1].servers:
         total, free = one.total(_DISK_TOTAL), one.total(_DISK_FREE)
         if total and free is not None and free < min(_FREE_SHARE * total, _FREE_BYTES):
             yield one.name, f"the disk of the {one.kind} has {free / 1024**2:,.0f} MiB free"
 
 
-def _clocks_apart(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _clocks_apart(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     known = [one for one in history[-1].servers if not one.silent and math.isfinite(one.doubt_ms)]
     middle = median([0.0, *(one.ahead_ms for one in known)])
     for one in known:
@@ -309,7 +309,7 @@ def _clocks_apart(history: History, limits: Limits) -> Iterator[tuple[str, str]]
 # Rules of the mesh: its agents and trainers.
 
 
-def _session_stalls(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _session_stalls(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     idle = [
         one
         for one in history[-1].sessions or ()
@@ -325,7 +325,7 @@ def _session_stalls(history: History, limits: Limits) -> Iterator[tuple[str, str
         )
 
 
-def _consumer_unread(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _consumer_unread(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     acknowledged: dict[str, set[int]] = {}
     for look in history:
         for store in look.stores[:1]:
@@ -349,19 +349,19 @@ def _unread(look: Observation) -> dict[str, int]:
     }
 
 
-def _always_by_length(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _always_by_length(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     for name, length, turns in _recent(history, _BY_LENGTH):
         if length >= 0.9 * turns:
             yield name, f"{length:.0f} of {turns:.0f} answers end by their length"
 
 
-def _history_rewritten(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _history_rewritten(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     for name, rewritten, turns in _recent(history, _REWRITTEN):
         if rewritten >= 0.2 * turns:
             yield name, f"{rewritten:.0f} of {turns:.0f} turns have {_told('TEMPLATE_REWRITE')}"
 
 
-def _echo_drifts(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _echo_drifts(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     for name, lenient, turns in _recent(history, _LENIENT):
         if lenient >= 0.2 * turns:
             yield name, f"{lenient:.0f} of {turns:.0f} turns have {_told('LENIENT_ECHO')}"
@@ -371,7 +371,7 @@ def _told(reason: str) -> str:
     return f"{reason}: {REASONS[reason].removesuffix('.')}"
 
 
-def _logprobs_not_finite(history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _logprobs_not_finite(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     is_watched = _tail(history, limits) is not None
     for one in history[-1].of("gateway"):
         first = _first(history, one)
@@ -450,7 +450,7 @@ def _recent(history: History, counter: _Counter) -> Iterator[tuple[str, float, f
                 break
 
 
-def _tail(history: History, limits: Limits, least: int = _LOOKS) -> History | None:
+def _tail(history: History, limits: AlarmLimits, least: int = _LOOKS) -> History | None:
     """Returns the last observations, over `patience_s`. None if they are too few or too short."""
     newest_ms = history[-1].at_ms
     for start in range(len(history) - least, -1, -1):
@@ -460,7 +460,7 @@ def _tail(history: History, limits: Limits, least: int = _LOOKS) -> History | No
 
 
 def _lasts(
-    history: History, limits: Limits, name: str, of: Callable[[Observation], Container[str]]
+    history: History, limits: AlarmLimits, name: str, of: Callable[[Observation], Container[str]]
 ) -> bool:
     """Returns whether a name is found in each of the last observations."""
     tail = _tail(history, limits)
@@ -468,7 +468,7 @@ def _lasts(
 
 
 def _grows(
-    history: History, limits: Limits, kind: str, metric: str
+    history: History, limits: AlarmLimits, kind: str, metric: str
 ) -> Iterator[tuple[str, float, float]]:
     """Yields the servers of a kind whose gauge only grew, with its first and its last value."""
     tail = _tail(history, limits, _LEAST_VALUES) or ()
@@ -492,7 +492,7 @@ def _grows(
 
 _INCREASE = "sum by (instance) (increase({}[10m]))"
 _TURNS_OF = _INCREASE.format('rollmesh_gateway_turns_total{end=~"stop|length"}')
-RULES: tuple[Rule, ...] = (
+ALARM_RULES: tuple[Rule, ...] = (
     Rule(
         name="not_finite",
         of_steps=_not_finite,
@@ -695,13 +695,13 @@ def alarms_of(steps: Sequence[pb.TrainingStep]) -> list[pb.Alarm]:
     """
     return [
         pb.Alarm(name=rule.name, message=f"{seen}. {rule.remedy}")
-        for rule in RULES
+        for rule in ALARM_RULES
         if rule.of_steps is not None and steps
         for seen in rule.of_steps(steps)
     ]
 
 
-def raised(history: History, limits: Limits | None = None) -> list[Alarm]:
+def raised(history: History, limits: AlarmLimits | None = None) -> list[Alarm]:
     """Returns the alarms that observations of a mesh raise, also of its trainers' steps.
 
     Args:
@@ -710,10 +710,10 @@ def raised(history: History, limits: Limits | None = None) -> list[Alarm]:
     """
     if not history:
         return []
-    limits = limits or Limits()
+    limits = limits or AlarmLimits()
     found = [
         Alarm(rule.name, where, f"{seen}. {rule.remedy}")
-        for rule in RULES
+        for rule in ALARM_RULES
         if rule.of_mesh is not None
         for where, seen in rule.of_mesh(history, limits)
     ]

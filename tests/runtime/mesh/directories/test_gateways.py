@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.client import Client, MeshAddresses, connections
-from rollmesh.mesh.directory import GatewayDirectory, Peer
+from rollmesh.client import Client, MeshAddresses
+from rollmesh.mesh import GatewayDirectory, Peer
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     NoGatewayError,
@@ -17,8 +17,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     TooManySessionsError,
 )
-from rollmesh.runtime.rpc.channels import typed_errors
-from rollmesh.runtime.rpc.interceptors import RpcInterceptor
+from rollmesh.runtime.rpc import RpcInterceptor, typed_errors
 from rollmesh.v1 import gateway_pb2, router_pb2, router_pb2_grpc
 from tests.sidecar.scripted_gateway import ScriptedGateway, done, serving, waiting
 from tests.waiting import until
@@ -267,7 +266,7 @@ async def test_a_gateway_that_is_only_slow_keeps_its_calls() -> None:
 async def test_a_session_is_opened_elsewhere_when_its_gateway_has_left_the_mesh(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "_DOUBT_MS", 0)
+    monkeypatch.setattr("rollmesh.client.connections._DOUBT_MS", 0)
     still, other = StandingGateway(), ScriptedGateway()
     async with (
         naming_router() as (router, address),

@@ -6,10 +6,10 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.mesh.directory import CollectorDirectory
+from rollmesh.mesh import CollectorDirectory
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import RemoteError
-from rollmesh.runtime.rpc.interceptors import RpcInterceptor
+from rollmesh.runtime.rpc import RpcInterceptor
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 
 HOUR_MS = 3_600_000

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
+from rollmesh.runtime.codec import pack_ids, pack_logprobs
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 PROMPT = pack_ids(np.array([1, 2, 3], np.uint32))

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.mesh.generation import AnswerCheck, Expected, newest_version
-from rollmesh.mesh.leases import Offered
+from rollmesh.mesh import AnswerCheck, Expected, Offered, newest_version
 from rollmesh.runtime.errors import EngineFaultError
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.runtime.mesh.generations.answers import CRC, message

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.mesh.generation import Generation
-from rollmesh.runtime.codec.columns import (
+from rollmesh.mesh import Generation
+from rollmesh.runtime.codec import (
     EXPERTS,
     SUPPORT,
     experts_column,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.mesh.generation import continued, ended, prompt_crc32, why_not_continued
-from rollmesh.runtime.codec.arrays import pack_ids, unpack_ids
+from rollmesh.mesh import continued, ended, prompt_crc32, why_not_continued
+from rollmesh.runtime.codec import pack_ids, unpack_ids
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 STOP = 7

@@ -8,12 +8,15 @@ from typing import Any, TypeAlias
 import pytest
 
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.mesh import failover, leases
-from rollmesh.mesh.engines import Answer
-from rollmesh.mesh.failover import Failover, Order
-from rollmesh.mesh.generation import Generation, prompt_crc32
-from rollmesh.mesh.images import SentImages
-from rollmesh.mesh.leases import OfferedVersions
+from rollmesh.mesh import (
+    Answer,
+    Failover,
+    Generation,
+    OfferedVersions,
+    Order,
+    SentImages,
+    prompt_crc32,
+)
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     AdapterUnknownError,
@@ -168,8 +171,8 @@ STUCK = EngineFaultError("it is stuck", spoils_tokens=False)
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover, "_FIRST_RETRY_S", 0.001)
-    monkeypatch.setattr(failover, "_LONGEST_RETRY_S", 0.001)
+    monkeypatch.setattr("rollmesh.mesh.failover._FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr("rollmesh.mesh.failover._LONGEST_RETRY_S", 0.001)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +363,7 @@ async def test_engines_that_rest_are_waited_for_until_a_second_before_the_limit(
 async def test_a_version_that_no_router_has_offered_is_a_lie(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leases, "_NEWS_S", 0.001)
+    monkeypatch.setattr("rollmesh.mesh.leases._NEWS_S", 0.001)
     fleet, order = Fleet([some(1, version=2)], [last(3)]), order_of()
     fleet.offered.take("r", leases_pb2.OfferedWeights(model="m", policy_version=1))
     assert await run(fleet, order) == ([[3]], [3])

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from rollmesh.mesh.failover import Order
-from rollmesh.mesh.generation import Generation
+from rollmesh.mesh import Generation, Order
 from rollmesh.runtime.errors import EngineFaultError
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.runtime.mesh.generations.answers import CRC, PROMPT, message

@@ -6,10 +6,9 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.mesh import images as module
-from rollmesh.mesh.images import HeldBytes, SentImages, check_hashes, check_places
+from rollmesh.mesh import HeldBytes, SentImages, check_hashes, check_places
 from rollmesh.runtime.errors import ImageUnknownError, InvalidFieldError, InvalidImageError
-from rollmesh.runtime.rpc.statuses import from_status, to_status
+from rollmesh.runtime.rpc import from_status, to_status
 from rollmesh.v1 import engine_pb2
 
 
@@ -142,7 +141,7 @@ def test_images_beyond_one_message_are_sent_with_the_next_ones() -> None:
     sent, data = SentImages(), files(b"aaaa", b"bbbb", b"cc", b"d" * 99)
     images = [image(one, send=False) for one in data.values()]
     received: set[str] = set()
-    with patch.object(module, "_MESSAGE_BYTES", 7):
+    with patch("rollmesh.mesh.images._MESSAGE_BYTES", 7):
         sent.fill(images, data)
         for _ in images:
             assert sum(len(one.data) for one in images) <= 7 or received
@@ -161,7 +160,7 @@ def test_the_image_that_was_used_longest_ago_is_sent_again_once_there_are_too_ma
         sent.fill(images, data)
         return [one.data for one in images]
 
-    with patch.object(module, "_SENT", 2):
+    with patch("rollmesh.mesh.images._SENT", 2):
         assert filled(b"a") == [b"a"]
         assert filled(b"b") == [b"b"]
         assert filled(b"a") == [b""]

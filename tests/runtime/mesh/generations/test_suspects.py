@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollmesh.mesh import failover
-from rollmesh.mesh.failover import Order, Suspects
+from rollmesh.mesh import Order, Suspects
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     EngineDeadError,
@@ -33,8 +32,8 @@ RESET = RemoteError("Socket closed", "UNAVAILABLE")
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover, "_FIRST_RETRY_S", 0.001)
-    monkeypatch.setattr(failover, "_LONGEST_RETRY_S", 0.001)
+    monkeypatch.setattr("rollmesh.mesh.failover._FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr("rollmesh.mesh.failover._LONGEST_RETRY_S", 0.001)
 
 
 def taking(*engines: Sequence[Step]) -> Fleet:

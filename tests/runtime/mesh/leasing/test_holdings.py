@@ -1,7 +1,7 @@
 """What a gateway tells a router of what it holds."""
 
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.mesh.leases import MOST_IDS, Holdings, Restating
+from rollmesh.mesh import MOST_IDS, Holdings, Restating
 
 
 def grant(holdings: Holdings, at: int, engine_id: str, session_id: str, group_id: str) -> None:

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.mesh import leases as offered_versions
-from rollmesh.mesh.leases import Offered, OfferedVersions
+from rollmesh.mesh import Offered, OfferedVersions
 
 
 def told(versions: list[int | None]) -> OfferedVersions:
@@ -72,7 +71,7 @@ async def test_a_version_that_is_about_to_be_offered_is_waited_for() -> None:
 async def test_a_version_that_nobody_offers_is_not_waited_for_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offered_versions, "_NEWS_S", 0.001)
+    monkeypatch.setattr("rollmesh.mesh.leases._NEWS_S", 0.001)
     async with asyncio.timeout(60):
         assert (await told([4]).until("m", 5)).newest == 4
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.mesh.routers import Preference, addresses_of
+from rollmesh.mesh import Preference, addresses_of
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rollmesh.mesh.routers import reachable
+from rollmesh.mesh import reachable
 from rollmesh.runtime.errors import RemoteError
-from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.processes import running
 from tests.waiting import until

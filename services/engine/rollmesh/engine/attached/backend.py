@@ -44,7 +44,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     WeightTransferError,
 )
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _T = TypeVar("_T")

@@ -11,7 +11,7 @@ from rollmesh.engine.attached.dialect import Dialect, vocabulary
 from rollmesh.engine.backend import GenerateInput, ModelLimits, PauseMode, Transfer, numerics_of
 from rollmesh.engine.requests import check_temperature
 from rollmesh.engine.scores import ScoreInput, Scores
-from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.errors import (
     EngineFaultError,
     EngineStartError,

@@ -64,9 +64,7 @@ from rollmesh.engine.vllm.constraint import has_tokenizer, vocabulary_of, writte
 from rollmesh.engine.vllm.grammars import Grammars
 from rollmesh.engine.vllm.images import ImagePrompts, takes_images
 from rollmesh.runtime import clock
-from rollmesh.runtime.codec.columns import EXPERTS, SUPPORT, Kind, experts_column
-from rollmesh.runtime.codec.enums import name_of
-from rollmesh.runtime.codec.images import ImageLimits
+from rollmesh.runtime.codec import EXPERTS, SUPPORT, ImageLimits, Kind, experts_column, name_of
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import (
     EngineDeadError,
@@ -78,8 +76,8 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     WeightTransferError,
 )
-from rollmesh.runtime.process.children import end_with_parent
-from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.process import end_with_parent
+from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 # Pass-through options: any argument of the installed vLLM, by its own name.
@@ -389,7 +387,9 @@ def start_llm(
         settings = {"logging_config": LoggingConfig(pylogging_config_file=failures.config_file)}
         try:
             return AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**(settings | _arguments(config, options, takes_constraints))),
+                AsyncEngineArgs(
+                    **(settings | engine_arguments(config, options, takes_constraints))
+                ),
                 stat_loggers=[PrometheusStatLogger] if config.metrics_port >= 0 else None,
             )
         except Exception as error:
@@ -397,11 +397,12 @@ def start_llm(
             raise EngineStartError(f"vLLM could not start: {' '.join(reason.split())}") from error
 
 
-def _arguments(
+def engine_arguments(
     config: EngineConfig,
     options: Mapping[str, Any],
     takes_constraints: bool,
 ) -> dict[str, Any]:
+    """Returns the arguments of vLLM's engine. Options of its own table win over ours."""
     own: dict[str, Any] = {
         "model": str(config.model_path),
         # The gateway handles text. Only constraints need the tokenizer.

@@ -11,8 +11,14 @@ from numpy.typing import NDArray
 from rollmesh.engine.backend import GenerateInput, message
 from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.runtime import clock
-from rollmesh.runtime.codec.arrays import Logprobs, TokenIds, pack_ids, pack_logprobs
-from rollmesh.runtime.codec.columns import SUPPORT, support_column
+from rollmesh.runtime.codec import (
+    SUPPORT,
+    Logprobs,
+    TokenIds,
+    pack_ids,
+    pack_logprobs,
+    support_column,
+)
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import engine_pb2
 

@@ -15,11 +15,10 @@ from vllm.inputs.engine import mm_input
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
 from rollmesh.engine.backend import GenerateInput
-from rollmesh.mesh.images import Images
-from rollmesh.runtime.caches import ByteCache
-from rollmesh.runtime.codec.arrays import TokenIds
-from rollmesh.runtime.codec.images import ImageLimits
-from rollmesh.runtime.decoding.pool import ImageDecoders
+from rollmesh.mesh import Images
+from rollmesh.runtime import ByteCache
+from rollmesh.runtime.codec import ImageLimits, TokenIds
+from rollmesh.runtime.decoding import ImageDecoders
 from rollmesh.runtime.errors import InvalidFieldError, InvalidImageError
 from rollmesh.v1 import engine_pb2
 

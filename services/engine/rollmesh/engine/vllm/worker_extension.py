@@ -24,7 +24,7 @@ import safetensors
 
 from rollmesh.engine.checkpoints import Header, find_misfit, read_headers, weight_files
 from rollmesh.engine.vllm.prepared import PreparedWeights
-from rollmesh.runtime.codec.cuda_handles import BYTES, FIELDS
+from rollmesh.runtime.codec import BYTES, FIELDS
 
 # Keeps pickle out of weight transfers, whatever vLLM's environment allows.
 #

@@ -2,3 +2,7 @@
 
 May import the rest of `runtime`.
 """
+
+from rollmesh.runtime.doors import door
+
+__getattr__ = door(__name__)

@@ -2,3 +2,7 @@
 
 May import `codec`, `telemetry` and the modules of `runtime` itself.
 """
+
+from rollmesh.runtime.doors import door
+
+__getattr__ = door(__name__)

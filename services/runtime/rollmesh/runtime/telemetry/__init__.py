@@ -2,3 +2,7 @@
 
 May import `runtime.access`, `codec`, `config`, `errors` and `runs`.
 """
+
+from rollmesh.runtime.doors import door
+
+__getattr__ = door(__name__)

@@ -1,0 +1,75 @@
+"""The door of `rollmesh.runtime`: its names for other rooms and tests."""
+
+from rollmesh.runtime.alarms import (
+    ALARM_RULES as ALARM_RULES,
+    METRICS as METRICS,
+    WINDOW as WINDOW,
+    Alarm as Alarm,
+    AlarmLimits as AlarmLimits,
+    Labels as Labels,
+    Observation as Observation,
+    Rule as Rule,
+    Server as Server,
+    alarms_of as alarms_of,
+    raised as raised,
+)
+from rollmesh.runtime.backoff import Backoff as Backoff
+from rollmesh.runtime.caches import ByteCache as ByteCache
+from rollmesh.runtime.database import (
+    Database as Database,
+    Row as Row,
+    SqliteStatements as SqliteStatements,
+    Statements as Statements,
+)
+from rollmesh.runtime.fairness import FairSlots as FairSlots
+from rollmesh.runtime.in_flight import BytesInFlight as BytesInFlight, HeldRequest as HeldRequest
+from rollmesh.runtime.owner_only import (
+    UMASK as UMASK,
+    make_file as make_file,
+    make_folder as make_folder,
+)
+from rollmesh.runtime.postgres import (
+    Connection as Connection,
+    Lane as Lane,
+    Limits as Limits,
+    prepare_database as prepare_database,
+    read_address as read_address,
+)
+from rollmesh.runtime.probe import PORTS as PORTS
+from rollmesh.runtime.runs import (
+    MOST_ANCESTORS as MOST_ANCESTORS,
+    STRIDE as STRIDE,
+    belongs as belongs,
+    check_current as check_current,
+    check_run as check_run,
+    is_stale as is_stale,
+    number_of as number_of,
+    opened as opened,
+    run_of as run_of,
+    start_of as start_of,
+    told as told,
+    version_of as version_of,
+)
+from rollmesh.runtime.tasks import (
+    Background as Background,
+    begun as begun,
+    contained as contained,
+    finish as finish,
+    first_of as first_of,
+)
+from rollmesh.runtime.tokenizer_files import tokenizer_sha256 as tokenizer_sha256
+from rollmesh.runtime.words import (
+    EXCLUDING as EXCLUDING,
+    REASONS as REASONS,
+    RULES as RULES,
+    SHAPES as SHAPES,
+    SOURCES as SOURCES,
+    label_of as label_of,
+    label_words as label_words,
+    line_of as line_of,
+    mask_words as mask_words,
+    printable as printable,
+    told_reasons as told_reasons,
+    why as why,
+    words_of as words_of,
+)
