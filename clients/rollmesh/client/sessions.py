@@ -136,7 +136,7 @@ def _of_mapping(value: Mapping[str, Any]) -> Rewards:
         return Rewards(None if reward is None else float(reward), trajectories, turns)
     except (TypeError, ValueError) as error:
         raise InvalidFieldError(
-            "reward", f"{value!r:.200} has a value that is not a number"
+            "reward", f"{value!r:.200} has a value that is no number"
         ) from error
 
 
@@ -155,12 +155,10 @@ def _node_id(turn: str | int, session_id: str) -> int:
 
 def _check_finite(rewards: Iterable[float]) -> None:
     for reward in rewards:
-        try:
-            finite = math.isfinite(reward)
-        except TypeError:  # no number at all
-            finite = False
-        if not finite:
-            raise InvalidFieldError("rewards", f"{reward!r} is not a finite number")
+        with suppress(TypeError):  # no number at all
+            if math.isfinite(reward):
+                continue
+        raise InvalidFieldError("rewards", f"{reward!r} is not a finite number")
 
 
 Outcome: TypeAlias = Literal["COMPLETED", "FAILED", "ABORTED", "LOST"]
