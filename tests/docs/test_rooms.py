@@ -14,7 +14,7 @@ CEILINGS = {
     "services/collector/rollmesh/collector": (5_450, 14),
     "services/collector/rollmesh/scorer": (367, 6),
     "clients/rollmesh/sidecar": (5_817, 17),
-    "clients/rollmesh/client": (7_293, 24),
+    "clients/rollmesh/client": (7_291, 24),
     "clients/rollmesh/record": (3_395, 14),
     "clients/rollmesh/batches": (1_095, 6),
     "clients/rollmesh/integrations": (4_700, 23),

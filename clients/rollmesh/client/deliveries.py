@@ -34,13 +34,12 @@ from rollmesh.v1 import collector_pb2, collector_pb2_grpc, sampling_pb2
 _log = logging.getLogger(__name__)
 _CALL_S = 60.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
-_MAX_CREDITS = 65_536
+_MAX_CREDITS, _PAGE = 65_536, 1000
 _LOOK_S = 1.0
 """How long nothing comes before a wait for groups looks for filtered ones."""
 _MOST_NAMED = 8
 _MAX_ACKNOWLEDGED = 4096
 """Of one message."""
-_PAGE = 1000
 _UNITS = {
     "session": collector_pb2.DELIVERY_UNIT_SESSION,
     "group": collector_pb2.DELIVERY_UNIT_GROUP,

@@ -136,7 +136,7 @@ def _of_mapping(value: Mapping[str, Any]) -> Rewards:
         return Rewards(None if reward is None else float(reward), trajectories, turns)
     except (TypeError, ValueError) as error:
         raise InvalidFieldError(
-            "reward", f"{value!r:.200} has a value that is no number"
+            "reward", f"{value!r:.200} has a value that is not a number"
         ) from error
 
 
@@ -207,8 +207,7 @@ class Session:
 
 # The client's calls about open sessions.
 
-_LEAVE_S = 10.0
-_SIDECAR_S = 10.0
+_LEAVE_S = _SIDECAR_S = 10.0
 
 
 class SessionCalls(RunCalls):
