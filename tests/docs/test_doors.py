@@ -101,7 +101,7 @@ def test_each_name_of_a_door_is_found(door: str) -> None:
     module = import_module(f"rollmesh.{door}")
     names = [name for name, _ in stubbed(stub)]
     assert names
-    assert len(names) == len(set(names))
+    assert dir(module) == module.__all__ == sorted(set(names))
     for name, home in stubbed(stub):
         assert getattr(module, name) is getattr(import_module(home), name)
     with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):

@@ -5,4 +5,4 @@ May import everything, and does so when a command is called.
 
 from rollmesh.runtime.doors import door
 
-__getattr__ = door(__name__)
+__getattr__, __dir__ = door(__name__)

@@ -6,4 +6,4 @@ places it. It imports the runtime only.
 
 from rollmesh.runtime.doors import door
 
-__getattr__ = door(__name__)
+__getattr__, __dir__ = door(__name__)

@@ -12,4 +12,4 @@ loaded on first use, because settings are read where the sidecar's packages are 
 
 from rollmesh.runtime.doors import door
 
-__getattr__ = door(__name__)
+__getattr__, __dir__ = door(__name__)

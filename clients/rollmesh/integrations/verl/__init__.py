@@ -6,4 +6,4 @@ May import `client`, `batches` and `runtime`.
 
 from rollmesh.runtime.doors import door
 
-__getattr__ = door(__name__)
+__getattr__, __dir__ = door(__name__)

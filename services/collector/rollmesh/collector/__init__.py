@@ -17,4 +17,4 @@ command-line tools. Other packages and tests import only the names below. It may
 
 from rollmesh.runtime.doors import door
 
-__getattr__ = door(__name__)
+__getattr__, __dir__ = door(__name__)

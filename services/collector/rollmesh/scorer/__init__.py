@@ -14,4 +14,4 @@ Outside itself it may import `runtime` and `v1`.
 
 from rollmesh.runtime.doors import door
 
-__getattr__ = door(__name__)
+__getattr__, __dir__ = door(__name__)

@@ -7,4 +7,4 @@ May import `mesh`, `runtime` and `v1`. Only `engine.vllm` imports vLLM and torch
 
 from rollmesh.runtime.doors import door
 
-__getattr__ = door(__name__)
+__getattr__, __dir__ = door(__name__)

@@ -29,4 +29,4 @@ Outside itself it may import `chat`, `mesh`, `runtime` and `v1`.
 
 from rollmesh.runtime.doors import door
 
-__getattr__ = door(__name__)
+__getattr__, __dir__ = door(__name__)

@@ -8,4 +8,4 @@ other members by asking them, `leases` holds leases of engines, and `failover` r
 
 from rollmesh.runtime.doors import door
 
-__getattr__ = door(__name__)
+__getattr__, __dir__ = door(__name__)

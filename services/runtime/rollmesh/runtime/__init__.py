@@ -11,4 +11,4 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # noqa: TID251 - grpc reads it
 
 from rollmesh.runtime.doors import door
 
-__getattr__ = door(__name__)
+__getattr__, __dir__ = door(__name__)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 
-def door(package: str) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a package, which finds the names of its stub.
+def door(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns the `__getattr__` and the `__dir__` of a package, which find the names of its stub.
 
     Args:
         package: The package's `__name__`. Each import of its stub is
@@ -21,18 +21,22 @@ def door(package: str) -> Callable[[str], Any]:
     """
     homes: dict[str, tuple[str, str]] = {}
 
+    def names() -> list[str]:
+        if not homes:
+            homes.update(_names(Path(sys.modules[package].__file__ or "").with_suffix(".pyi")))
+        return sorted(homes)
+
     def find(name: str) -> Any:
-        module = sys.modules[package]
-        if not homes and not name.startswith("__"):
-            homes.update(_names(Path(module.__file__ or "").with_suffix(".pyi")))
-        if name not in homes:
+        if name == "__all__":
+            return names()
+        if name.startswith("__") or name not in names():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home, original = homes[name]
         found = getattr(import_module(home), original)
-        setattr(module, name, found)
+        setattr(sys.modules[package], name, found)
         return found
 
-    return find
+    return find, names
 
 
 def _names(stub: Path) -> dict[str, tuple[str, str]]:

@@ -6,4 +6,4 @@ May import `engine.backend` and `engine.requests`. Only this package and
 
 from rollmesh.runtime.doors import door
 
-__getattr__ = door(__name__)
+__getattr__, __dir__ = door(__name__)

@@ -2,4 +2,4 @@
 
 from rollmesh.runtime.doors import door
 
-__getattr__ = door(__name__)
+__getattr__, __dir__ = door(__name__)

@@ -5,4 +5,4 @@ May import `runtime.access`, `codec`, `config`, `errors` and `runs`.
 
 from rollmesh.runtime.doors import door
 
-__getattr__ = door(__name__)
+__getattr__, __dir__ = door(__name__)
