@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -221,7 +222,10 @@ async def test_an_engine_without_room_takes_no_adapters(tmp_path: Path) -> None:
         ({"rank_pattern": {"q_proj": "2"}}, "rank_pattern"),
         ({"rank_pattern": [2]}, "rank_pattern: is no object"),
         ({"alpha_pattern": {"q_proj": float("inf")}}, r"alpha_pattern\['q_proj'\]: is inf"),
-        ({"alpha_pattern": {"q_proj(": 1}}, r"alpha_pattern\['q_proj\('\]: missing \)"),
+        ({"alpha_pattern": {"q_proj(": 1}}, r"alpha_pattern\['q_proj\('\]: is not taken"),
+        ({"rank_pattern": {str(one): 1 for one in range(481)}}, "have 481 names with 0 choices"),
+        ({"rank_pattern": {f"{one}.*": 1 for one in range(65)}}, "65 names with 65 choices"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ],
@@ -233,6 +237,51 @@ def test_a_config_of_another_adapter_is_refused_by_its_field(
     with pytest.raises(InvalidFieldError, match=said) as caught:
         read_config(json.dumps({**CONFIG, **change}), 16)
     assert caught.value.field == "header.config_json"
+
+
+NAMES = (
+    "q_proj",
+    "model.layers.11.self_attn.q_proj",
+    "^model.decoder.layers.0.encoder_attn.k_proj$",
+    r"model\.layers\.0\.mlp\..*",
+    r"layers\.\d+\.(q|k|v)_proj",
+    r"layers\.[0-9]\.(?:mlp|self\-attn).+",
+    r"layers\.[01]\.up_proj",
+    "a" * 128,
+)
+"""Of modules, as users of PEFT write them."""
+LONG = (
+    "(a*)*b",
+    "((a|a)|(a|a))b",
+    "(a|a)(a|a)(a|a)b",
+    ".*.*.*b",
+    "(.*)b",
+    "(a+)+b",
+    "a{1,1000}b",
+    "(a?){30}",
+    r"(a)\1",
+    "(?=a)b",
+    "(?P<x>a)",
+    "a**",
+    "(" * 100,
+    "a|b",
+    "",
+    "\n",
+    "é",
+    "a" * 129,
+)
+"""Expressions whose match may take long, or that have more than names need."""
+
+
+def test_names_in_patterns_are_taken_if_their_match_is_bounded() -> None:
+    ranks = dict.fromkeys(NAMES, 2)
+    config = {**CONFIG, "rank_pattern": ranks, "alpha_pattern": {**ranks, "up_proj": 0.5}}
+    assert read_config(json.dumps(config), 16) == config
+    assert all(re.compile(rf"(.*\.)?({one})$") for one in NAMES)
+    for name in LONG:
+        for field in ("rank_pattern", "alpha_pattern"):
+            with pytest.raises(InvalidFieldError, match=rf"{field}\[.*\]: is not taken; give"):
+                read_config(json.dumps({**CONFIG, field: {name: 2}}), 16)
 
 
 @pytest.mark.parametrize("text", ["", "[", "[]", "1", "[" * 100_000])

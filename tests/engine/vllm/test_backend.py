@@ -62,10 +62,11 @@ async def test_a_life_of_updates_and_the_death_of_the_model(
     result = await engine.generate(engine.request(40, 0))
     assert np.abs(torch_logprobs(other_model_dir, result.ids) - result.logprobs).max() < 1e-4
 
-    # A tied output layer that is sent with its embedding is ignored.
-    head = torch.zeros_like(weights["model.embed_tokens.weight"])
-    sent = {name: tensor.clone() for name, tensor in weights.items()} | {"lm_head.weight": head}
-    await engine.update(4, save(sent))
+    embedding = weights["model.embed_tokens.weight"]
+    zeros = torch.zeros_like(embedding)
+    await _refused(engine, weights, "lm_head.weight", zeros, "differs from model.embed_tokens")
+    sent = {name: tensor.clone() for name, tensor in weights.items()}
+    await engine.update(4, save(sent | {"lm_head.weight": embedding.clone()}))
     result = await engine.generate(engine.request(40, 0))
     assert np.abs(torch_logprobs(model_dir, result.ids) - result.logprobs).max() < 1e-4
 

@@ -154,6 +154,8 @@ async def test_a_life_of_transfers(
     await refused(client, Transfer(BACKEND, [{"names": 5}]), 1, "Invalid update_info")
     short = update_info(model_dir, names=["x"], dtype_names=["float32"], shapes=[[1]])
     await refused(client, Transfer(BACKEND, [short]), 1, "is missing")
+    whole = update_info(model_dir)
+    await refused(client, Transfer(BACKEND, [whole, whole]), 1, "is announced twice")
     with pytest.raises(WeightsPushError, match="Invalid init_info"):
         await asyncio.to_thread(client.init_weight_transfer, BACKEND, {"rank_offset": 1})
     await samples(engine, model_dir, 0)

@@ -11,6 +11,7 @@ from rollmesh.engine.backend import (
 )
 from rollmesh.engine.checkpoints import (
     Header as Header,
+    find_fault as find_fault,
     find_misfit as find_misfit,
     read_headers as read_headers,
 )

@@ -8,9 +8,9 @@ import asyncio
 import itertools
 import json
 import logging
-import math
 import re
 import shutil
+import sys
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,13 @@ _CONFIG = "header.config_json"
 _RETRY_MS, _SHOWN = 1_000, 100
 _UNSUPPORTED = ("modules_to_save", "use_dora", "lora_bias", "trainable_token_indices")
 """Fields of PEFT's config that train more than the matrices, and must be empty or false."""
+_ATOM = r"(?:[\w.-]|\\[d.-]|\[(?:0-9|\w+)\])"
+_NAME = re.compile(rf"\^?(?:{_ATOM}[*+]?|\((?:\?:)?{_ATOM}+(?:\|{_ATOM}+)*\))+\$?", re.ASCII)
+"""A name in a pattern of PEFT's config. It may repeat characters and choose from alternatives."""
+_MOST_CHARS, _MOST_CHOICES = 128, 2
+"""Of a name. Each choice multiplies the time of a match."""
+_MOST_NAMES, _MOST_CHOICES_OF_ALL = 480, 64
+"""Of an adapter. vLLM matches each module with each name, and keeps 500 of them compiled."""
 Revision: TypeAlias = tuple[str, int]
 """Name and version."""
 
@@ -64,21 +71,30 @@ def read_config(text: str, max_rank: int) -> dict[str, Any]:
     alpha: Any = config.get("lora_alpha")
     if config.get("peft_type") != "LORA":
         raise InvalidFieldError(_CONFIG, f"peft_type: is {config.get('peft_type')!r}; give 'LORA'")
-    for name, one in {"r": rank, **_pattern(config, "rank_pattern")}.items():
+    ranks, alphas = _pattern(config, "rank_pattern"), _pattern(config, "alpha_pattern")
+    keys = ranks.keys() | alphas.keys()
+    choices = sum(map(_choices, keys))
+    if len(keys) > _MOST_NAMES or choices > _MOST_CHOICES_OF_ALL:
+        raise InvalidFieldError(
+            _CONFIG,
+            f"rank_pattern, alpha_pattern: have {len(keys)} names with {choices} choices; give at "
+            f"most {_MOST_NAMES} with {_MOST_CHOICES_OF_ALL}",
+        )
+    for name, one in {"r": rank, **_fields("rank_pattern", ranks)}.items():
         if type(one) is not int or not 0 < one <= max_rank:
             raise InvalidFieldError(
                 _CONFIG,
                 f"{name:.{_SHOWN}}: is {one!r}; give 1 to {max_rank}, or start the engine with a "
                 "higher max_adapter_rank",
             )
-    for name, one in {"lora_alpha": alpha, **_pattern(config, "alpha_pattern")}.items():
-        if type(one) not in {int, float} or not math.isfinite(one):
-            raise InvalidFieldError(_CONFIG, f"{name:.{_SHOWN}}: is {one!r}; give a number")
+    for name, one in {"lora_alpha": alpha, **_fields("alpha_pattern", alphas)}.items():
+        if type(one) not in {int, float} or not abs(one) <= sys.float_info.max:
+            raise InvalidFieldError(_CONFIG, f"{name:.{_SHOWN}}: is {one!r:.80}; give a number")
     if config.get("bias", "none") != "none":
         raise InvalidFieldError(_CONFIG, f"bias: is {config['bias']!r}; give 'none'")
     names = isinstance(targets, list) and all(isinstance(one, str) and one for one in targets)
     if not targets or not (names or isinstance(targets, str)):
-        raise InvalidFieldError(_CONFIG, f"target_modules: is {targets!r}; give names of modules")
+        raise InvalidFieldError(_CONFIG, f"target_modules: is {targets!r:.80}; give module names")
     for name in _UNSUPPORTED:
         if config.get(name):
             raise InvalidFieldError(_CONFIG, f"{name}: is not supported; train without it")
@@ -86,16 +102,30 @@ def read_config(text: str, max_rank: int) -> dict[str, Any]:
 
 
 def _pattern(config: dict[str, Any], field: str) -> dict[str, Any]:
-    """Returns the values that modules have of their own, by the field and the module's pattern."""
+    """Returns the values that modules have of their own, by names whose match is bounded.
+
+    PEFT and vLLM match a name as a regular expression, so a wrong one could take for ever.
+    """
     pattern = config.get(field) or {}
     if not isinstance(pattern, dict):
         raise InvalidFieldError(_CONFIG, f"{field}: is no object; give values by module")
-    for key in pattern:
-        try:
-            re.compile(key)
-        except re.error as error:
-            raise InvalidFieldError(_CONFIG, f"{field}[{key!r:.{_SHOWN}}]: {error}") from error
-    return {f"{field}[{key!r}]": value for key, value in pattern.items()}
+    for name in pattern:
+        if len(name) > _MOST_CHARS or not _NAME.fullmatch(name) or _choices(name) > _MOST_CHOICES:
+            raise InvalidFieldError(
+                _CONFIG,
+                f"{field}[{name!r:.{_SHOWN}}]: is not taken; give the name of a module, at most "
+                f"{_MOST_CHARS} characters with {_MOST_CHOICES} of .*, \\d+ or (a|b)",
+            )
+    return pattern
+
+
+def _choices(name: str) -> int:
+    """Returns the number of repeated parts and groups of a name."""
+    return sum(map(name.count, "*+("))
+
+
+def _fields(field: str, pattern: dict[str, Any]) -> dict[str, Any]:
+    return {f"{field}[{name!r}]": value for name, value in pattern.items()}
 
 
 @dataclass(slots=True, eq=False)

@@ -1,12 +1,19 @@
 """The safetensors files of a checkpoint and their tensors, read without torch."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import safetensors
 
+from rollmesh.runtime.codec import Bits
+
 _MOST_FILES = 4096
+_COMPARED = 16 * 1024 * 1024  # elements at a time
 _EMBEDDING, _TIED_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FUSED = ".experts."
 _CONVERTIBLE = {"F32", "F16", "BF16"}
@@ -38,6 +45,64 @@ class Header:
     dtype: str
     """Name of the dtype in safetensors, such as `BF16`."""
     shape: tuple[int, ...]
+
+
+def find_fault(source: Path, wanted: Mapping[str, Header], *, tied: bool) -> str:
+    """Returns the fault of a checkpoint that a model is to load. Empty if it fits.
+
+    Args:
+        source: A directory, or a file.
+        wanted: The tensors of the model.
+        tied: Whether the model uses its embedding as its output layer, also if it has both.
+
+    Raises:
+        safetensors.SafetensorError: A file is damaged or truncated.
+        OSError: A file cannot be read, or no file exists.
+    """
+    offered, files = dict[str, Header](), dict[str, Path]()
+    for path in weight_files(source) or [source]:
+        headers = read_headers(path)
+        for name in headers.keys() & offered.keys():
+            return f"{name} is in {files[name].name} and in {path.name}; push it once"
+        offered |= headers
+        files |= dict.fromkeys(headers, path)
+    if problem := find_misfit(offered, wanted):
+        return problem
+    for name in offered:
+        if name.endswith(_TIED_HEAD) and (tied or name not in wanted):
+            embedding = next((one for one in offered if one.endswith(_EMBEDDING)), name)
+            head, other = (bits_of(files[one], "r")[one] for one in (name, embedding))
+            if offered[name] != offered[embedding] or not _equal(head, other):
+                return (
+                    f"{name} differs from {embedding}, to which the model ties it; push equal ones"
+                )
+    return ""
+
+
+def _equal(one: Bits, other: Bits) -> bool:
+    parts = (slice(at, at + _COMPARED) for at in range(0, len(one), _COMPARED))
+    return all(np.array_equal(one[part], other[part]) for part in parts)
+
+
+def bits_of(file: Path, mode: Literal["r", "r+"]) -> dict[str, Bits]:
+    """Returns the tensors of a safetensors file by name, whose header has been checked.
+
+    Args:
+        file: The file.
+        mode: "r+" if to write to a tensor is to write to the file.
+
+    Raises:
+        OSError: It cannot be read or written.
+    """
+    data = np.memmap(file, np.uint8, mode)
+    size = int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8 : 8 + size].tobytes())
+    found = {}
+    for name in header.keys() - {"__metadata__"}:
+        start, end = header[name]["data_offsets"]
+        width = (end - start) // max(prod(header[name]["shape"]), 1) or 1
+        found[name] = data[8 + size + start : 8 + size + end].view(f"u{width}")
+    return found
 
 
 def find_misfit(offered: Mapping[str, Header], wanted: Mapping[str, Header]) -> str:

@@ -4,16 +4,15 @@ A trainer that pushes differences has its engines keep the file of its last push
 applied to the file while the model samples. The changed file is then loaded as a whole push is.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors
 
+from rollmesh.engine.checkpoints import bits_of
 from rollmesh.runtime.codec import GAPS, VALUES, Bits, checksum
 from rollmesh.runtime.errors import InvalidWeightsError, WeightsBaseError
 from rollmesh.runtime.process import Scratch
@@ -87,7 +86,9 @@ def apply(difference: Path, file: Path) -> None:
         WeightsBaseError: A checksum is another one, or the tensors have other names.
         OSError: A file cannot be read or written.
     """
-    tensors = _tensors(file)
+    with _opened(file):
+        pass  # its header has been checked
+    tensors = bits_of(file, "r+")
     undo: list[tuple[Bits, Bits, Bits]] = []
     try:
         with _opened(difference) as changes:
@@ -164,23 +165,3 @@ def _opened(file: Path) -> Iterator[Any]:
         raise InvalidWeightsError("weights", f"cannot be read: {error}") from error
     with opened as tensors:
         yield tensors
-
-
-def _tensors(file: Path) -> dict[str, Bits]:
-    """Returns the tensors of a safetensors file by name. To write to one is to write to the file.
-
-    Raises:
-        InvalidWeightsError: It is damaged.
-        OSError: It cannot be read or written.
-    """
-    with _opened(file):
-        pass  # its header has been checked
-    data = np.memmap(file, np.uint8, "r+")
-    size = int.from_bytes(data[:8].tobytes(), "little")
-    header = json.loads(data[8 : 8 + size].tobytes())
-    found = {}
-    for name in header.keys() - {"__metadata__"}:
-        start, end = header[name]["data_offsets"]
-        width = (end - start) // max(prod(header[name]["shape"]), 1) or 1
-        found[name] = data[8 + size + start : 8 + size + end].view(f"u{width}")
-    return found

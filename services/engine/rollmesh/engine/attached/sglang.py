@@ -18,7 +18,7 @@ from rollmesh.engine.attached.answers import Answer, Row, expect, read_id, well_
 from rollmesh.engine.attached.dialect import Dialect, vocabulary
 from rollmesh.engine.attached.server import RefusedError
 from rollmesh.engine.backend import GenerateInput, ModelLimits, PauseMode, Transfer, numerics_of
-from rollmesh.engine.checkpoints import find_misfit, read_headers
+from rollmesh.engine.checkpoints import find_fault, read_headers
 from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.runtime.errors import (
     EngineFaultError,
@@ -294,10 +294,10 @@ class Sglang(Dialect):
                 f"{error}; give the engine the server's file system",
             ) from error
         try:
-            offered = await asyncio.to_thread(read_headers, source)
+            problem = await asyncio.to_thread(find_fault, source, wanted, tied=False)
         except (safetensors.SafetensorError, OSError) as error:
             raise InvalidWeightsError("weights", f"cannot be read: {error}") from error
-        if problem := find_misfit(offered, wanted):
+        if problem:
             raise InvalidWeightsError("weights", problem)
 
     async def load_weights(self, source: Path | Transfer) -> None:

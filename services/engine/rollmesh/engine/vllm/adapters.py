@@ -4,7 +4,8 @@ A failure inside vLLM would come in the middle of a step, and vLLM accepts adapt
 applies in part. So shapes, types and values are checked here, while the model samples.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,14 @@ class AdapterChecks:
         except (ValueError, TypeError) as error:
             raise InvalidFieldError(_CONFIG, str(error)) from error
         targets = adapter.config["target_modules"]
-        known = {*self._modules, *(name for name, one in names.items() if one)}
-        for target in targets if isinstance(targets, list) else ():
-            if not any(_is_of(name, target) for name in known):
+        if isinstance(targets, list):
+            taking = itertools.chain(self._modules, (name for name, one in names.items() if one))
+            known = set(itertools.chain.from_iterable(map(_ends, taking)))
+            if odd := sorted(set(targets) - known):
                 raise InvalidFieldError(
-                    _CONFIG, f"target_modules: the model has no module {target!r:.80} to adapt"
+                    _CONFIG, f"target_modules: the model has no module {odd[0]!r:.80} to adapt"
                 )
+            targets = set(targets)
         try:
             with safetensors.safe_open(adapter.file, framework="pt") as file:
                 self._check_tensors(file, targets, helper, names)
@@ -104,7 +107,7 @@ class AdapterChecks:
                     "is no matrix A or B of a module of the model; give what PEFT's "
                     "get_peft_model_state_dict returns, of linear layers",
                 )
-            if isinstance(targets, list) and not any(_is_of(module, one) for one in targets):
+            if isinstance(targets, set) and targets.isdisjoint(_ends(module)):
                 raise InvalidWeightsError(name, "is of no module in target_modules")
             is_a = name.endswith(_A)
             other = f"{_PREFIX}{module}{_B if is_a else _A}"
@@ -132,6 +135,8 @@ def _module_of(tensor: str) -> str:
     return tensor.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
 
 
-def _is_of(module: str, target: str) -> bool:
-    """Returns whether a target of PEFT's config is a module, or the last names of one."""
-    return module == target or module.endswith(f".{target}")
+def _ends(module: str) -> Iterator[str]:
+    """Yields the names by which a target of PEFT's config means a module: its ends at a dot."""
+    while module:
+        yield module
+        module = module.partition(".")[2]

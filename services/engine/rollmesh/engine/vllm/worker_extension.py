@@ -13,6 +13,7 @@ import base64
 import io
 import pickle  # noqa: TID251 - a subclass that knows one class
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,7 @@ from typing import Any
 
 import safetensors
 
-from rollmesh.engine.checkpoints import Header, find_misfit, read_headers, weight_files
+from rollmesh.engine.checkpoints import Header, find_fault, find_misfit, read_headers, weight_files
 from rollmesh.engine.vllm.prepared import PreparedWeights
 from rollmesh.runtime.codec import BYTES, FIELDS
 
@@ -148,10 +149,9 @@ class WeightReceiver:
         """Returns the fault of new weights. Empty if they fit the running model."""
         self._drop_prepared()
         try:
-            offered = read_headers(Path(source))
+            return find_fault(Path(source), self._own_headers(), tied=self._is_tied)
         except (safetensors.SafetensorError, OSError) as error:
             return f"cannot be read: {error}"
-        return find_misfit(offered, self._own_headers())
 
     def prepare_weights(self, source: str) -> bool:
         """Begins to prepare checked weights beside those in use. Returns whether it does."""
@@ -243,6 +243,9 @@ class WeightReceiver:
             return f"{type(error).__name__}: {error}"
         if not _loads_whole(engine):
             return ""
+        names = Counter(name for info in infos for name in info.names)
+        if twice := [name for name, count in names.items() if count > 1]:
+            return f"{twice[0]} is announced twice; send it once"
         return find_misfit(_announced(infos), self._own_headers())
 
     def load_transfer(self, updates: list[Any]) -> str:
