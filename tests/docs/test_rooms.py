@@ -13,7 +13,7 @@ CEILINGS = {
     "services/router/rollmesh/router": (4_776, 17),
     "services/collector/rollmesh/collector": (5_450, 14),
     "services/collector/rollmesh/scorer": (367, 6),
-    "clients/rollmesh/sidecar": (5_817, 17),
+    "clients/rollmesh/sidecar": (5_877, 17),
     "clients/rollmesh/client": (7_291, 24),
     "clients/rollmesh/record": (3_395, 14),
     "clients/rollmesh/batches": (1_095, 6),

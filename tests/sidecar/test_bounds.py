@@ -1,6 +1,8 @@
 """What one connection may cost: each attack over a real socket, ended by the bound it meets."""
 
 import asyncio
+import os
+import socket
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -210,10 +212,7 @@ async def test_an_answer_that_came_before_its_request_was_read_stays_the_only_on
 
 async def test_a_connection_too_many_is_told_to_come_again() -> None:
     async with served(max_connections=2) as (url, _):
-        async with wired(url) as first, wired(url) as second:
-            for wire in (first, second):
-                await wire.send([HEALTH])
-                assert (await wire.answer())[0] == 200
+        async with wired(url) as first, wired(url):  # each is about to ask
             async with wired(url) as third:
                 status, headers, _ = await third.answer()
                 assert (status, headers[b"retry-after"]) == (503, b"1")
@@ -225,6 +224,41 @@ async def test_a_connection_too_many_is_told_to_come_again() -> None:
                 await again.send([HEALTH])
                 if (await again.answer())[0] == 200:
                     break
+
+
+async def test_the_longest_idle_connection_gives_its_place_to_a_new_one() -> None:
+    async with AsyncExitStack() as stack:
+        url, _ = await stack.enter_async_context(
+            served(max_connections=4, max_connections_per_address=3)
+        )
+        other = await stack.enter_async_context(wired(url, "127.0.0.2"))
+        busy, first, second = [await stack.enter_async_context(wired(url)) for _ in range(3)]
+        for wire in (other, busy, first, second):
+            await wire.send([HEALTH])
+            assert (await wire.answer())[0] == 200
+        await busy.send([HEALTH[:9]])
+        for source, former in (("127.0.0.1", first), ("127.0.0.3", other)):
+            new = await stack.enter_async_context(wired(url, source))
+            await new.send([HEALTH])
+            assert (await new.answer())[0] == 200
+            assert await former.rest() == b""
+        await busy.send([HEALTH[9:]])
+        await second.send([HEALTH])
+        for wire in (busy, second):
+            assert (await wire.answer())[0] == 200
+
+
+async def test_a_request_that_has_arrived_keeps_its_connection_before_it_is_read() -> None:
+    async with served(max_connections=1) as (url, _), wired(url) as idle:
+        await idle.send([HEALTH])
+        assert (await idle.answer())[0] == 200
+        host, _, port = url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), TIMEOUT_S) as new:  # not yet accepted
+            os.write(idle.writer.get_extra_info("socket").fileno(), HEALTH)
+            assert (await idle.answer())[0] == 200
+            new.setblocking(False)
+            answer = await asyncio.get_running_loop().sock_recv(new, 64)
+            assert answer.startswith(b"HTTP/1.1 503 ")
 
 
 @pytest.mark.parametrize(

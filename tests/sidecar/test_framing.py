@@ -13,6 +13,8 @@ from tests.sidecar.scripted_gateway import (
 )
 from tests.sidecar.wires import BODY, CHAT, CHUNKED, HEALTH, served, wired
 
+STREAMED = orjson.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True})
+
 
 @pytest.mark.parametrize(
     ("head", "why"),
@@ -92,6 +94,26 @@ async def test_http_1_0_is_answered_and_closed() -> None:
         assert await wire.rest() == b""
 
 
+@pytest.mark.parametrize(
+    "more", [b"", b"\r\nExpect: 100-continue", b"\r\nConnection: Upgrade\r\nUpgrade: h2c"]
+)
+async def test_a_stream_to_a_client_of_http_1_0_has_no_chunks_and_ends_with_its_connection(
+    more: bytes,
+) -> None:
+    gateway = ScriptedGateway()
+    gateway.script = answering(text("Hel"), text("lo"), done("Hello"))
+    head = CHAT.replace(b"HTTP/1.1", b"HTTP/1.0") + more
+    async with served(gateway) as (url, _), wired(url) as wire:
+        await wire.send([head + b"\r\nContent-Length: %d\r\n\r\n" % len(STREAMED) + STREAMED])
+        status, headers, _ = await wire.answer()
+        events = await wire.rest()
+    assert (status, headers[b"connection"]) == (200, b"close")
+    assert headers.keys().isdisjoint({b"transfer-encoding", b"content-length"})
+    lines = events.split(b"\n\n")
+    assert all(line.startswith(b"data: {") for line in lines[:-2])
+    assert lines[-2:] == [b"data: [DONE]", b""]
+
+
 async def test_a_client_that_offers_http_2_is_served_http_1_1() -> None:
     upgrade = b"\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA"
     async with served() as (url, gateway), wired(url) as wire:
@@ -109,9 +131,8 @@ async def test_a_client_that_offers_http_2_is_served_http_1_1() -> None:
 async def test_a_stream_ends_and_its_connection_serves_the_next_request() -> None:
     gateway = ScriptedGateway()
     gateway.script = answering(text("Hello"), done("Hello"))
-    body = orjson.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True})
     async with served(gateway) as (url, _), wired(url) as wire:
-        await wire.send([CHAT + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body])
+        await wire.send([CHAT + b"\r\nContent-Length: %d\r\n\r\n" % len(STREAMED) + STREAMED])
         assert b"data: [DONE]" in await wire.reader.readuntil(b"\r\n0\r\n\r\n")
         await wire.send([HEALTH])
         assert (await wire.answer())[0] == 200

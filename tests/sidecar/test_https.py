@@ -204,6 +204,11 @@ async def test_a_connection_over_tls_has_the_bounds_of_any_other(authority: Any)
 
         for _ in range(4):  # each gives its place back
             assert await is_refused()
+        async with AsyncExitStack() as stack:
+            for _ in range(4):  # each takes the place of an idle one
+                reader, writer = await stack.enter_async_context(connected(port, trust))
+                writer.write(HEALTH)
+                assert b" 200 " in await reader.readuntil(b"\r\n")
 
 
 async def test_a_server_that_stops_does_not_wait_for_handshakes(authority: Any) -> None:

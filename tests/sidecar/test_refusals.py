@@ -147,8 +147,7 @@ async def test_the_sdk_repeats_a_request_that_was_refused_for_a_moment(ask: Ask,
     gateway = ScriptedGateway()
     gateway.script = answering(done("Hello"))
     async with served(gateway, max_connections=1) as (url, _), clients_of(url, 8) as clients:
-        async with httpx2.AsyncClient(timeout=60) as first:
-            assert (await first.get(f"{url}/healthz")).status_code == 200
+        async with wired(url):
             before, asked = full(), asyncio.ensure_future(ask(clients))
             await until(lambda: full() > before)
         await asked

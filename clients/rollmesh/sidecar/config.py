@@ -48,10 +48,11 @@ class HttpConfig(ListeningConfig):
     max_pipelined_requests: Annotated[int, Bounds(0)] = 8
     """Maximum number of requests that may wait on one connection for an earlier answer."""
     max_connections: Annotated[int, Bounds(1)] = 8192
-    """Maximum number of connections. Further ones are answered 503 with a retry delay."""
+    """Maximum number of connections. A further one takes the place of the longest idle one. If none
+    is idle, it is answered 503 with a retry delay."""
     max_connections_per_address: Annotated[int, Bounds(1)] = 4096
-    """Maximum number of connections from one IPv4 address or one IPv6 network of 64 bits. Further
-    ones are answered 503. Agents behind one proxy, or on one host, share an address."""
+    """Maximum number of connections from one IPv4 address or one IPv6 network of 64 bits, as
+    `max_connections`. Agents behind one proxy, or on one host, share an address."""
     head_timeout_ms: Annotated[int, Bounds(1)] = 30_000
     """Timeout for the first byte of a request, and for its line and headers (408), milliseconds."""
     body_idle_timeout_ms: Annotated[int, Bounds(1)] = 30_000

@@ -10,6 +10,7 @@ import ipaddress
 import logging
 import math
 import os
+import select
 import socket
 import ssl
 import uuid
@@ -24,7 +25,7 @@ from typing import Any
 import httptools
 import uvicorn
 from prometheus_client import Counter as Metric
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -75,18 +76,20 @@ class Places:
         self._taken: Counter[str] = Counter()
         self.taken = 0
         """Number of places that are taken."""
+        self.resting: dict[BoundedProtocol, None] = {}
+        """Connections after an answer and before the next request, the longest idle one first."""
 
     def take(self, address: str) -> str:
-        """Takes a place. Returns why there is none, or an empty text.
+        """Takes a place, perhaps from an idle connection. Returns why there is none, or "".
 
         Args:
             address: The client, from `address_of`.
         """
-        if self.taken >= self._most:
-            return f"the server already has {self._most} connections (max_connections)"
-        if self._taken[address] >= self._most_per_address:
+        if self._taken[address] >= self._most_per_address and not self._free(address):
             most = self._most_per_address
             return f"your address already has {most} connections (max_connections_per_address)"
+        if self.taken >= self._most and not self._free():
+            return f"the server already has {self._most} connections (max_connections)"
         self.taken += 1
         self._taken[address] += 1
         return ""
@@ -97,6 +100,17 @@ class Places:
         self._taken[address] -= 1
         if not self._taken[address]:
             del self._taken[address]
+
+    def _free(self, address: str | None = None) -> bool:
+        """Closes the longest idle connection of an address, or of all. Returns False without one.
+
+        A request that has reached this machine keeps its connection, also before it is read.
+        """
+        for one in self.resting:
+            if address in {None, one.address} and one.is_idle():
+                one.give_way()
+                return True
+        return False
 
 
 def address_of(peer: object) -> str:
@@ -135,6 +149,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Takes the server, and uvicorn's arguments."""
         super().__init__(config, server_state, app_state, _loop)
         self.url = b""
+        self.address = ""
+        """The client, from `address_of`."""
         self.leave: Callable[[], None] | None = None
         """Leaves the connection's place. Set before it is made if it has one already."""
         self._server = server
@@ -147,7 +163,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unread_bytes = 0  # fed to the parser since it last reported progress
         self._body_bytes = 0
         self._held: deque[HeldRequest] = deque()  # the bodies that are not answered yet
-        self._address = ""
         self._begun = 0.0  # start of the head, then of the body
         self._deadline = math.inf
         self._timer: asyncio.TimerHandle | None = None
@@ -155,7 +170,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accepts a connection, or refuses it if there are too many."""
         super().connection_made(transport)
-        self._address = address = address_of(transport.get_extra_info("peername"))
+        self.address = address = address_of(transport.get_extra_info("peername"))
         problem = ""
         if self.leave is None and not (problem := self._server.admitted.take(address)):
             self.leave = partial(self._server.admitted.leave, address)
@@ -176,6 +191,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._running.disconnected = True  # uvicorn tells only the newest request
             self._running.message_event.set()
         self.pipeline.clear()
+        self._server.admitted.resting.pop(self, None)
         if self.leave is not None:
             self.leave()
         for held in self._held:
@@ -188,6 +204,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             return  # input of a refused client is dropped
         self._unset_keepalive_if_required()
+        self._server.admitted.resting.pop(self, None)
         view, most = memoryview(data), self._bounds.max_header_bytes
         while view and self._refusal is None and not self.transport.is_closing():
             piece = view[: max(most - self._unread_bytes, 1)]
@@ -255,7 +272,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._receiving = self.cycle
         announced = math.inf if length is None else int(length)
-        held = HeldRequest(self._server.in_flight, f"address {self._address}", announced)
+        held = HeldRequest(self._server.in_flight, f"address {self.address}", announced)
         self._held.append(held)
         self.scope[HELD_BODY] = held  # type: ignore[literal-required]  # of this server alone
         self._begun = self.loop.time()
@@ -280,6 +297,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._held:  # a lost connection has given them back
             self._held.popleft().give()
         super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:
+            self._server.admitted.resting[self] = None
 
     def on_message_complete(self) -> None:
         """Ends a request."""
@@ -294,6 +313,21 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.abort()
         super().timeout_keep_alive_handler()
 
+    def is_idle(self) -> bool:
+        """Returns whether a connection that rests has neither bytes to send nor to read."""
+        if self._in_head or self._in_body or self.transport.is_closing():
+            return False
+        ready = select.poll()
+        ready.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not self.transport.get_write_buffer_size() and not ready.poll(0)
+
+    def give_way(self) -> None:
+        """Leaves the place to another connection, and closes this one."""
+        if self.leave is not None:
+            self.leave()
+            self.leave = None
+        self.transport.abort()  # TLS would wait for the client's goodbye
+
     def _begin_again(self) -> None:
         """Reads a request that offers an upgrade as if it did not.
 
@@ -301,12 +335,16 @@ class BoundedProtocol(HttpToolsProtocol):
         other protocol, so a new parser reads it after the same head without the offer. RFC 9110,
         section 7.8, allows a server to ignore the offer.
         """
-        head = [self.parser.get_method() + b" " + self.url + b" HTTP/1.1"]
+        version = self.parser.get_http_version().encode()
+        head = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
         head += [b"%s: %s" % header for header in self.headers if header[0] not in _OFFER]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.feed_data(b"\r\n".join([*head, b"", b""]))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] < "1.1":
+            cycle.waiting_for_100_continue = False  # RFC 9110, section 10.1.1
+            app = partial(_until_closed, app, cycle)
         self._running = cycle
         self._begun = self.loop.time()
         super()._start_asgi_task(cycle, app)
@@ -407,6 +445,27 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer.cancel()
         self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
         self.flow.resume_reading()
+
+
+async def _until_closed(
+    app: ASGIApp, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Answers a client of HTTP/1.0, which knows no chunks.
+
+    An answer without a length ends with its connection. Its last event tells that it is complete.
+    """
+    is_sized = False
+
+    async def send_plain(message: Message) -> None:
+        nonlocal is_sized
+        if message["type"] == "http.response.start":
+            is_sized = b"content-length" in dict(message["headers"])
+            cycle.chunked_encoding = None if is_sized else False
+        elif not is_sized:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_plain)
 
 
 def certificate_of(certificate_file: str, key_file: str) -> Reloaded[ssl.SSLContext]:

@@ -51,8 +51,8 @@ class RelayConfig(HttpConfig, ServerConfig):
     http_port: Port = 8443
     """Port for agents. 0 takes a free one."""
     max_connections: Annotated[int, Bounds(1, 2**31 - 1)] = 8192
-    """Maximum number of connections at each of the two ports. Further ones of agents are answered
-    503 with a retry delay."""
+    """Maximum number of connections at each of the two ports. A further one of an agent takes the
+    place of the longest idle one. If none is idle, it is answered 503 with a retry delay."""
     sidecar_wait_ms: Annotated[int, Bounds(0)] = 30_000
     """Longest wait of a request for a sidecar, milliseconds. After it the agent gets 503."""
 
