@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (10_029, 58),
+    "services/runtime/rollmesh/runtime": (10_062, 58),
     "services/runtime/rollmesh/mesh": (4_686, 11),
     "services/gateway/rollmesh/chat": (8_252, 40),
     "services/gateway/rollmesh/gateway": (10_971, 28),

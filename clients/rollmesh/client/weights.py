@@ -22,7 +22,7 @@ from rollmesh.mesh import weights_of
 from rollmesh.runtime import run_of, start_of, version_of
 from rollmesh.runtime.codec import Bits, Difference, checksum
 from rollmesh.runtime.errors import InvalidFieldError, NoEngineError, WeightsBaseError
-from rollmesh.runtime.rpc import from_status, typed_errors
+from rollmesh.runtime.rpc import from_status, read_answer, typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc, sampling_pb2
 from rollmesh.v1.sampling_pb2 import PolicyRun
 
@@ -386,7 +386,7 @@ class WeightCalls(RunCalls):
             router: "router_pb2_grpc.RouterServiceAsyncStub",
         ) -> router_pb2.PushWeightsResponse:
             requests = _requests(router_pb2.PushWeightsRequest, header, chunks())
-            return await router.PushWeights(requests, timeout=_PUSH_S)
+            return await read_answer(router.PushWeights(requests, timeout=_PUSH_S))
 
         return await self._routers.repeat(push)
 
@@ -482,7 +482,7 @@ class WeightCalls(RunCalls):
         ) -> router_pb2.PushAdapterResponse:
             chunks = file_of(adapter)[1] if isinstance(adapter, Mapping) else _chunks_of(file)
             requests = _requests(router_pb2.PushAdapterRequest, header, chunks)
-            return await router.PushAdapter(requests, timeout=_TIMEOUT_S)
+            return await read_answer(router.PushAdapter(requests, timeout=_TIMEOUT_S))
 
         results = list((await self._routers.repeat(push)).results)
         return results if allow_partial else _checked(results)

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -13,10 +14,13 @@ from rollmesh.runtime.rpc import (
     drained_on_refusal,
     from_rpc_error,
     open_channel,
+    read_answer,
+    read_stream,
     stub_of,
     typed_errors,
 )
 from rollmesh.v1 import router_pb2_grpc, server_pb2_grpc
+from tests.runtime.services import NAME, ScriptedService, failing, served
 
 _EMPTY = grpc.aio.Metadata()
 _AWAY = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, _EMPTY, _EMPTY, details="refused")
@@ -86,6 +90,49 @@ async def test_a_refusal_takes_the_rest_of_the_stream_first() -> None:
     with pytest.raises(StaleVersionError):
         await refuse(requests())
     assert taken == [0, 1, 2, 3, 4]
+
+
+def write_fails(call: Any) -> None:
+    """Does what grpc does when a write fails that was under way as the peer ended the call."""
+    call._cython_call.set_internal_error("a write failed")  # noqa: SLF001
+
+
+async def test_a_write_that_fails_after_a_stream_was_refused_hides_no_reason() -> None:
+    service = ScriptedService()
+    async with served(service) as (channel, _):
+        call: Any = channel.stream_stream(f"/{NAME}/stream_stream")(timeout=60)
+        await call.write(b"x")
+        async with aclosing(read_stream(call)) as answers:
+            assert await anext(answers) == b"x"
+            service.script = failing(StaleVersionError("old"))
+            await call.write(b"x")
+            assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION
+            write_fails(call)
+            with pytest.raises(StaleVersionError, match="old"):
+                await anext(answers)
+
+
+async def test_a_write_that_fails_after_a_stream_ended_is_no_failure() -> None:
+    async with served(ScriptedService()) as (channel, _):
+        call: Any = channel.stream_stream(f"/{NAME}/stream_stream")(timeout=60)
+        await call.write(b"x")
+        async with aclosing(read_stream(call)) as answers:
+            assert await anext(answers) == b"x"
+            await call.done_writing()
+            assert await call.code() is grpc.StatusCode.OK
+            write_fails(call)
+            assert [answer async for answer in answers] == []
+
+
+async def test_a_write_that_fails_after_an_upload_was_refused_hides_no_reason() -> None:
+    async with served(ScriptedService(failing(StaleVersionError("old")))) as (channel, _):
+        call: Any = channel.stream_unary(f"/{NAME}/stream_unary")(timeout=60)
+        answer = asyncio.create_task(read_answer(call))
+        await call.write(b"x")
+        call.add_done_callback(write_fails)
+        await call.done_writing()
+        with pytest.raises(StaleVersionError, match="old"):
+            await answer
 
 
 async def test_a_channel_has_one_stub_of_each_service() -> None:

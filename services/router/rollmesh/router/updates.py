@@ -23,7 +23,7 @@ from rollmesh.runtime.errors import (
     SupersededError,
     WeightsBaseError,
 )
-from rollmesh.runtime.rpc import from_status
+from rollmesh.runtime.rpc import from_status, read_answer
 from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 
@@ -233,7 +233,7 @@ class Updates:
         version = 0
 
         async def call(stub: "engine_pb2_grpc.EngineServiceAsyncStub", parts: Any) -> _Result:
-            response = await stub.UpdateWeights(parts, timeout=self._timeout_s)
+            response = await read_answer(stub.UpdateWeights(parts, timeout=self._timeout_s))
             if response.policy_version != version:
                 raise EngineFaultError(
                     f"the engine was given version {version} and reports {response.policy_version}"
@@ -254,7 +254,7 @@ class Updates:
         """Loads a revision on an engine, and has it accepted."""
 
         async def call(stub: "engine_pb2_grpc.EngineServiceAsyncStub", parts: Any) -> None:
-            response = await stub.LoadAdapter(parts, timeout=self._timeout_s)
+            response = await read_answer(stub.LoadAdapter(parts, timeout=self._timeout_s))
             held = {revision_of(one.adapter): one.push_id for one in response.adapters}
             self._models.hold(engine, held)
             if not holds(engine, header):

@@ -672,7 +672,7 @@ class DialOut:
             try:
                 async with aclosing(read_stream(call)) as messages:
                     async with asyncio.timeout(SILENCE_S):
-                        with typed_errors():
+                        with typed_errors(call):
                             await call.write(hello)
                         answer = await anext(messages, tunnels_pb2.AttachResponse())
                     if tunnel.name != answer.tunnel:

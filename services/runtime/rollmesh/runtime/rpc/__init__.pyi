@@ -10,6 +10,7 @@ from rollmesh.runtime.rpc.channels import (
     is_tunnel as is_tunnel,
     offer_tunnel as offer_tunnel,
     open_channel as open_channel,
+    read_answer as read_answer,
     read_stream as read_stream,
     request_metadata as request_metadata,
     stub_of as stub_of,

@@ -10,6 +10,7 @@ from collections.abc import (
     AsyncIterable,
     AsyncIterator,
     Callable,
+    Coroutine,
     Iterable,
     Iterator,
 )
@@ -407,12 +408,19 @@ def request_metadata() -> tuple[tuple[str, str], ...]:
 
 
 @contextlib.contextmanager
-def typed_errors() -> Iterator[None]:
+def typed_errors(call: Any = None) -> Iterator[None]:
     """Raises a failed call inside the block as its typed error.
 
     A cancellation of the task stays one: if a call ends while it is being cancelled, grpc swallows
     the cancellation and returns or raises as if there had been none.
+
+    Args:
+        call: The call, if it sends a stream. The peer may end it during a write. The write then
+            fails, and grpc replaces the peer's status by INTERNAL. The first status counts.
     """
+    first: list[grpc.aio.AioRpcError] = []
+    if isinstance(call, (grpc.aio.StreamStreamCall, grpc.aio.StreamUnaryCall)):
+        call.add_done_callback(lambda ended: first.append(_status_now(ended)))
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
     try:
@@ -420,11 +428,30 @@ def typed_errors() -> Iterator[None]:
     except (grpc.RpcError, _UndecodableAnswer) as error:
         if task and task.cancelling() > before:
             raise asyncio.CancelledError from error
-        if isinstance(error, grpc.RpcError):
-            raise from_rpc_error(error) from error
-        raise RemoteError(str(error), "INTERNAL") from None
+        if not isinstance(error, grpc.RpcError):
+            raise RemoteError(str(error), "INTERNAL") from None
+        is_replaced = bool(first) and error.code() is grpc.StatusCode.INTERNAL
+        status = first[0] if is_replaced else error
+        if status.code() is grpc.StatusCode.OK:
+            return
+        raise from_rpc_error(status) from error
     if task and task.cancelling() > before:
         raise asyncio.CancelledError
+
+
+def _status_now(call: Any) -> grpc.aio.AioRpcError:
+    """Returns the status that a call has just ended with."""
+    code, details, trailing = map(_result, (call.code(), call.details(), call.trailing_metadata()))
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details)
+
+
+def _result(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Returns the result of a coroutine that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as ended:
+        return ended.value
+    raise AssertionError("the call has not ended")
 
 
 @contextlib.contextmanager
@@ -453,11 +480,17 @@ async def read_stream(call: Any) -> AsyncGenerator[Any, None]:
     """
     answers: AsyncIterable[Any] = call
     try:
-        with typed_errors():
+        with typed_errors(call):
             async for answer in answers:
                 yield answer
     finally:
         call.cancel()
+
+
+async def read_answer(call: Any) -> Any:
+    """Returns the answer of a call that sends a stream, or raises its typed error."""
+    with typed_errors(call):
+        return await call
 
 
 @contextlib.asynccontextmanager
