@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
@@ -22,6 +23,10 @@ class Proxy:
         self._delay_s = 0.0
         self.address = ""
         """host:port for the clients."""
+        self.most = sys.maxsize
+        """Bytes that a connection passes in one direction. What comes after them is lost."""
+        self.is_full = asyncio.Event()
+        """Set when a connection has lost something."""
         self.refused = 0
         """Connections that were closed at once."""
 
@@ -84,14 +89,18 @@ class Proxy:
         return None
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        passed = 0
         with suppress(ConnectionError):  # of one end: the other is told below
             while data := await reader.read(_CHUNK):
                 await self._open.wait()
                 if self._delay_s:
                     await asyncio.sleep(self._delay_s)
-                if writer not in self._silenced:
+                if passed >= self.most:
+                    self.is_full.set()
+                elif writer not in self._silenced:
                     writer.write(data)
                     await writer.drain()
+                passed += len(data)
         if writer not in self._silenced:
             writer.close()
 

@@ -39,6 +39,7 @@ from rollmesh.collector.metrics import (
 )
 from rollmesh.collector.postgres import open_postgres as open_postgres
 from rollmesh.collector.retention import Retention as Retention
+from rollmesh.collector.scoring import Teachers as Teachers
 from rollmesh.collector.service import (
     CollectorService as CollectorService,
     open_store as open_store,
