@@ -149,6 +149,52 @@ async def test_every_nth_push_and_one_that_changes_much_are_whole(mesh: Mesh) ->
     assert mesh.kept() == [file(weights)]
 
 
+async def test_a_late_engine_gets_64_differences_and_the_65th_push_after_them_is_whole(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router restarts at the limit, where a trainer that counts no pushes meets it."""
+    monkeypatch.setattr("rollmesh.client.weights._MOST_FULL_EVERY", 1000)
+    weights, deltas = first_weights(), WeightDeltas(full_every=1000)
+    whole = len(file(weights))
+    await mesh.engine("early")
+    await mesh.client.push_weights(weights, 1, delta=deltas)
+    for version in range(2, 66):
+        weights = stepped(weights, version, changed=20)
+        await mesh.client.push_weights(weights, version, delta=deltas)
+    assert [version for version, size in mesh.sent().items() if size >= whole] == [1]
+    assert len(mesh.sent()) == 65
+    port = mesh.router.port
+    await mesh.router.kill()
+    mesh.router = await mesh.stack.enter_async_context(running_router(mesh.folder, port=port))
+    await mesh.engine("late")
+    await mesh.until_current(65, "early", "late")
+    assert mesh.kept() == [file(weights)] * 2
+    for version, sizes in ((66, {66: True}), (67, {66: True, 67: False})):
+        weights = stepped(weights, version, changed=20)
+        await mesh.client.push_weights(weights, version, delta=deltas)
+        assert {at: size >= whole for at, size in mesh.sent().items()} == sizes
+        assert mesh.kept() == [file(weights)] * 2
+
+
+async def test_trainers_that_push_by_turns_push_whole_weights_and_none_are_mixed(
+    mesh: Mesh,
+) -> None:
+    trained = [first_weights(), stepped(first_weights(), 7)]
+    await mesh.engine("one")
+    async with mesh.another_client() as other:
+        for version in range(1, 7):
+            mine = version % 2
+            trained[mine] = stepped(trained[mine], version)
+            client = mesh.client if mine else other
+            await client.push_weights(trained[mine], version, delta=True)
+            assert mesh.sent() == {version: len(file(trained[mine]))}
+            assert mesh.kept() == [file(trained[mine])]
+        trained[0] = stepped(trained[0], 7)
+        await other.push_weights(trained[0], 7, delta=True)  # a second one in sequence
+        assert mesh.sent()[7] < mesh.sent()[6] / 10
+        assert mesh.kept() == [file(trained[0])]
+
+
 async def test_of_two_trainers_that_push_at_once_one_is_refused_and_no_weights_mix(
     mesh: Mesh,
 ) -> None:
