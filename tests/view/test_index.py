@@ -59,6 +59,14 @@ def ids(found: dict[str, list[dict[str, str]]]) -> list[str]:
     return [one["session_id"] for one in found["rows"]]
 
 
+def test_sessions_without_a_run_or_a_group_are_found(index: Index) -> None:
+    index.add([record("s7", 1.0, run_id="")])
+    assert ids(index.sessions(Selection(run_id=""))) == ["s7"]
+    assert "" in index.choices()["run_id"]
+    assert index.sessions(Selection.read({"run_id": "", "where": "reward=1"}))["total"] == 1
+    assert ids(index.sessions(Selection.read({"group_id": "", "run_id": "b"}))) == ["s5"]
+
+
 def test_sessions_are_found_by_field_by_reason_and_by_word(index: Index) -> None:
     assert ids(index.sessions(Selection(run_id="b"))) == ["s5"]
     assert ids(index.sessions(Selection(purpose="EVAL"))) == ["s6"]

@@ -22,7 +22,10 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed: apt-get install chromium"),
 ]
-IDS = ("a#b?c=%2F&d", "slash/ed/id", "🎉 אבג \u202e<b>", "a%zz")
+IDS = (
+    "a#b?c=%2F&d", "slash/ed/id", "🎉 אבג \u202e<b>", "a%zz", ".", "..", "a/images/b", "../..",
+    "constructor", "__proto__",
+)  # fmt: skip
 SIBLINGS = 150
 NONE = "\u2013"
 TEXT = "document.querySelector('main').textContent"
@@ -44,6 +47,7 @@ async def page(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
         await found.until(
             f"fetch('/api/sessions').then(a => a.json()).then(a => a.total == {total})"
         )
+        await found.until("fetch('/api/choices').then(a => a.json()).then(a => a.run_id.length)")
         yield found
 
 
@@ -253,6 +257,27 @@ async def test_a_filter_leaves_the_comparison_and_a_page_waits_for_a_typing_read
         await page.run(frames)
         assert await page.run(kept) == text
     await page.run("getSelection().empty()")
+    assert page.events == []
+
+
+async def test_sessions_without_a_run_are_chosen_and_compared(page: Page) -> None:
+    choose = """(name => {
+      const select = document.querySelector("[name=run_id]");
+      select.selectedIndex = [...select.options].findIndex(one => one.textContent === name);
+      select.dispatchEvent(new Event("change", {bubbles: true}));
+    })"""
+    chosen = "document.querySelector('[name=run_id]').selectedOptions[0].textContent"
+    runs = [one.run_id for one in sessions()]
+    await page.open("#/sessions", "Compare two")
+    await page.until("document.querySelector('main').dataset.at === '#/sessions'")
+    for name, count in (("(none)", runs.count("")), ("odd", runs.count("odd")), ("any", len(runs))):
+        await page.run(f"{choose}({json.dumps(name)})")
+        await page.until(f"{TEXT}.includes('{count} found')")
+        await page.until(f"{chosen} === {json.dumps(name)}")
+    await page.run("location.hash = '#/sessions?run_id=other'")
+    await page.until(f"{chosen} === 'other'")
+    await page.open("#/run?compare=run_id:odd,run_id:", "one curve only")
+    await page.until("document.querySelector('.charts').textContent.includes('(none)')")
     assert page.events == []
 
 

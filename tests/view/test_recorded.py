@@ -66,28 +66,29 @@ async def notes(http: httpx2.AsyncClient) -> str:
 
 
 async def test_a_record_is_shown_without_a_mesh(tmp_path: Path) -> None:
-    pictured = with_images(record("pictured", "g", 0, 2), b"cat")
+    pictured = with_images(record("../images/.", "g", 0, 2), b"cat")
     said = with_messages(record("said", "g", 1, 2))
     said.messages[0].data = b'[{"role": "user", "content": "sort the shelves"}]'
     drawn = with_images(evaluated("exam"), b"<svg/>")
     drawn.images[0].media_type = "image/svg+xml"  # may hold a script
     write(tmp_path / "record", pictured, said, drawn)
     async with viewer(tmp_path) as http:
-        await sessions_are(http, "pictured", "said", "exam")
+        await sessions_are(http, "../images/.", "said", "exam")
         groups = {one["group_id"]: one["sessions"] for one in (await get(http, "groups"))["rows"]}
         assert groups == {"g": 2, "exam": 1}
         assert [one["run_id"] for one in (await get(http, "evaluations"))["rows"]] == ["judged"]
         assert (await get(http, "series"))["points"][0]["sessions"] == 3
         found = (await get(http, "sessions", words="shelv"))["rows"]
         assert [one["session_id"] for one in found] == ["said"]
-        shown = await get(http, "session/said")
+        shown = await get(http, "session", id="said")
         assert [node["ids"] for node in shown["nodes"]] == [[0, 1], [2, 3, 4, 5]]
         assert shown["nodes"][0]["messages"][0]["content"] == "sort the shelves"
-        (image,) = (await get(http, "session/pictured"))["images"]
-        assert (await http.get(f"/api/session/pictured/images/{image['sha256']}")).content == b"cat"
+        (image,) = (await get(http, "session", id="../images/."))["images"]
+        of = {"session": "../images/."}
+        assert (await http.get(f"/api/image/{image['sha256']}", params=of)).content == b"cat"
         hostile = drawn.images[0].sha256
-        assert (await http.get(f"/api/session/exam/images/{hostile}")).status_code == 404
-        assert (await http.get("/api/session/other")).status_code == 404
+        assert (await http.get(f"/api/image/{hostile}?session=exam")).status_code == 404
+        assert (await http.get("/api/session?id=other")).status_code == 404
         for name in OF_MESH:
             answer = await http.get(f"/api/{name}")
             assert (answer.status_code, "no mesh" in answer.json()["error"]) == (404, True)
@@ -116,11 +117,13 @@ async def test_files_of_a_running_archive_are_shown_as_they_come(tmp_path: Path)
             await stub.Annotate(asked, timeout=TIMEOUT_S)
 
             async def changed() -> bool:
-                annotated = "logprobs" in (await get(http, "session/b")).get("annotations", ())
+                annotated = "logprobs" in (await get(http, "session", id="b")).get(
+                    "annotations", ()
+                )
                 return annotated and await rewards(http) == {"a": 0.0, "b": 5.0}
 
             await until(changed)
-            shown = await get(http, "session/b")
+            shown = await get(http, "session", id="b")
             assert shown["reward"] == 5.0
             own_of = {one["node_id"]: one["annotations"]["logprobs"] for one in shown["nodes"]}
             assert own_of == {1: [0, 0], 2: [-1, -2, -3, None]}
@@ -133,9 +136,9 @@ async def test_a_session_without_the_file_of_an_image_is_shown(tmp_path: Path) -
     (tmp_path / "record" / "images" / f"{cat}.png").unlink()
     async with viewer(tmp_path) as http:
         await sessions_are(http, "pictured")
-        shown = await get(http, "session/pictured")
+        shown = await get(http, "session", id="pictured")
         assert [one["bytes"] for one in shown["images"]] == [0, 3]
-        assert (await http.get(f"/api/session/pictured/images/{dog}")).content == b"dog"
+        assert (await http.get(f"/api/image/{dog}?session=pictured")).content == b"dog"
 
 
 async def test_a_session_that_the_collector_removed_is_opened_from_the_record(
@@ -159,7 +162,7 @@ async def test_a_session_that_the_collector_removed_is_opened_from_the_record(
 
         await until(agreed)
         for name, reward in (("removed", 0.0), ("both", 0.75), ("new", 0.0)):
-            shown = await get(http, f"session/{name}")
+            shown = await get(http, "session", id=name)
             assert (shown["reward"], len(shown["nodes"])) == (reward, 2)
         assert (await get(http, "choices"))["mesh"] is True
 
@@ -184,11 +187,11 @@ async def test_what_cannot_be_read_is_left_out_and_said(tmp_path: Path) -> None:
         assert await notes(http) == ""
         sessions = parts_of(folder, "whole", "sessions")
         sessions.write_bytes(sessions.read_bytes()[:100])
-        broken = await http.get("/api/session/whole")
+        broken = await http.get("/api/session?id=whole")
         assert (broken.status_code, "cannot be read" in broken.json()["error"]) == (503, True)
         sessions.unlink()
-        assert "cannot be read" in (await get(http, "session/whole"))["error"]
-        assert (await http.get("/api/session/cut")).status_code == 200
+        assert "cannot be read" in (await get(http, "session", id="whole"))["error"]
+        assert (await http.get("/api/session?id=cut")).status_code == 200
 
 
 def parts_of(folder: Path, session_id: str, table: str = "nodes") -> Path:
@@ -230,7 +233,7 @@ async def test_files_that_are_being_written_are_not_shown(tmp_path: Path) -> Non
             await sessions_are(http, "first")
             writer.publish(("sessions", "rewards"))
             await sessions_are(http, "first", "second")
-            assert len((await get(http, "session/second"))["nodes"]) == 2
+            assert len((await get(http, "session", id="second"))["nodes"]) == 2
         assert len(list(read_records(folder))) == 2
 
 

@@ -86,7 +86,7 @@ async def test_a_session_has_the_tokens_that_the_trainer_gets(shared: Mesh, expo
         (row,) = (await listed(http, run_id=export))["rows"]
         assert (row["session_id"], row["turns"], row["reward"]) == (session.session_id, 3, 0.5)
         result = await client.stored_session(session.session_id)
-        shown = (await http.get(f"/api/session/{session.session_id}")).json()
+        shown = (await http.get(f"/api/session?id={session.session_id}")).json()
         nodes = {one["node_id"]: one for one in shown["nodes"]}
         assert len(shown["paths"]) == 2
         paths = [
@@ -123,7 +123,7 @@ async def test_numbers_that_a_trainer_wrote_back_belong_to_their_tokens(
             await client.annotate(session.session_id, "logprobs", own, trajectory_id=of)
         with pytest.raises(InvalidFieldError, match="values"):
             await client.annotate(session.session_id, "logprobs", [[1.0]])
-        shown = (await http.get(f"/api/session/{session.session_id}")).json()
+        shown = (await http.get(f"/api/session?id={session.session_id}")).json()
         assert shown["annotations"] == ["logprobs"]
         for node in shown["nodes"]:
             for mask, own, sampled in zip(
@@ -170,7 +170,7 @@ async def test_recorded_messages_are_shown_and_searched(shared: Mesh) -> None:
         await listed(http, run_id="said")
         (row,) = (await listed(http, words="onerror another quest"))["rows"]
         assert row["session_id"] == session.session_id
-        shown = (await http.get(f"/api/session/{session.session_id}")).json()
+        shown = (await http.get(f"/api/session?id={session.session_id}")).json()
         said = [one["messages"] for one in shown["nodes"]]
         assert [{"role": "user", "content": HOSTILE}] in said
         assert all(len(one) == 1 for one in said)
@@ -198,13 +198,13 @@ async def test_an_open_session_is_shown_until_it_is_closed(shared: Mesh) -> None
             await turn(shared, session, HOSTILE)
             rows = (await http.get("/api/open")).json()["rows"]
             assert session.session_id in [one["session_id"] for one in rows]
-            shown = (await http.get(f"/api/session/{session.session_id}")).json()
+            shown = (await http.get(f"/api/session?id={session.session_id}")).json()
             assert shown["live"] is True
             assert shown["origin"] == {"kind": "TEXT", "document_id": "d"}
             assert shown["nodes"][0]["messages"] == [{"role": "user", "content": HOSTILE}]
 
         async def closed() -> bool:
-            shown = (await http.get(f"/api/session/{session.session_id}")).json()
+            shown = (await http.get(f"/api/session?id={session.session_id}")).json()
             return shown.get("live") is False  # for a moment it is on its way to the collector
 
         await until(closed)
@@ -235,7 +235,7 @@ async def test_groups_series_and_the_mesh_are_shown(shared: Mesh) -> None:
 
 async def test_an_unknown_session_and_a_wrong_order_are_errors_with_a_text(shared: Mesh) -> None:
     async with viewer(shared) as http:
-        unknown = await http.get("/api/session/5e55")
+        unknown = await http.get("/api/session?id=5e55")
         assert (unknown.status_code, "5e55" in unknown.json()["error"]) == (404, True)
         wrong = await http.get("/api/sessions", params={"order": "x"})
         assert (wrong.status_code, "newest" in wrong.json()["error"]) == (400, True)

@@ -124,8 +124,8 @@ class Viewer:
             "/api/groups": partial(self._page, index.groups),
             "/api/series": self._series,
             "/api/evaluations": self._evaluations,
-            "/api/session/{id:path}/images/{sha256}": self._image,
-            "/api/session/{id:path}": self._session,
+            "/api/session": self._session,
+            "/api/image/{sha256}": self._image,
         }
         api = [Route(path, end, methods=["GET"]) for path, end in routes.items()]
         self.app = _Guard(
@@ -214,7 +214,7 @@ class Viewer:
         return _json({"rows": await asyncio.to_thread(self._index.evaluations)})
 
     async def _session(self, request: Request) -> Response:
-        session_id = request.path_params["id"]
+        session_id = request.query_params.get("id", "")
         try:
             stored = await self._stored(session_id)
         except SessionUnknownError:
@@ -227,7 +227,7 @@ class Viewer:
         return _json(await asyncio.to_thread(shown))
 
     async def _image(self, request: Request) -> Response:
-        stored = await self._stored(request.path_params["id"])
+        stored = await self._stored(request.query_params.get("session", ""))
         for one in stored.session.images:
             if one.sha256 == request.path_params["sha256"] and one.media_type in _IMAGES:
                 return Response(one.data, media_type=one.media_type)

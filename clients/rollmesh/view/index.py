@@ -167,7 +167,6 @@ class Index:
                     " ORDER BY max(n) DESC LIMIT 1000",
                     [],
                 )
-                if one["value"]
             ]
             for name in ("run_id", "model", "outcome", "purpose")
         }

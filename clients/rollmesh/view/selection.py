@@ -37,13 +37,13 @@ def spaced(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which sessions are meant. An empty field means any."""
+    """Which sessions are meant. None means any, as does an empty field of the last three."""
 
-    run_id: str = ""
-    group_id: str = ""
-    model: str = ""
-    outcome: str = ""
-    purpose: str = ""
+    run_id: str | None = None
+    group_id: str | None = None
+    model: str | None = None
+    outcome: str | None = None
+    purpose: str | None = None
     reason: str = ""
     words: str = ""
     """Words that stand in the session, each as a whole or as its beginning."""
@@ -58,7 +58,8 @@ class Selection:
     @classmethod
     def read(cls, query: Mapping[str, str]) -> "Selection":
         """Takes its fields from a query."""
-        return cls(**{one.name: query.get(one.name, "")[:1000] for one in fields(cls)})
+        names = [one.name for one in fields(cls)]
+        return cls(**{name: query[name][:1000] for name in names if name in query})
 
     def sql(self) -> _Condition:
         """Returns the condition.
@@ -76,7 +77,7 @@ class Selection:
         return f"{where} GROUP BY run_id, group_id{having}", given + more
 
     def _equal(self, *names: str) -> _Condition:
-        given = {name: getattr(self, name) for name in names if getattr(self, name)}
+        given = {name: one for name in names if (one := getattr(self, name)) is not None}
         return " AND ".join(f"{name} = ?" for name in given) or "1", [*given.values()]
 
     def _of_session(self) -> _Condition:

@@ -27,8 +27,8 @@ const FILTERS = {
 function filters(page, query) {
   const [names, order] = FILTERS[page];
   const field = (name, label, control) => h("label", {}, label, control);
-  const select = (name, values, label) => field(name, label, h("select", { name },
-    h("option", { value: "" }, "any"), values.map((one) => h("option", { selected: query[name] === one }, one))));
+  const select = (name, values, label) => field(name, label, h("select", { name }, h("option", { value: "" }, "any"),
+    [...new Set([query[name] ?? values, values].flat())].map((one) => h("option", { value: one, selected: query[name] === one }, named(one)))));
   const form = h("form", { class: "filters", role: "search" },
     names.map((name) => select(name, choices[name] || [], name.replace("_", " "))),
     field("words", "words", h("input", { name: "words", type: "search", value: query.words || "" })),
@@ -41,14 +41,16 @@ function filters(page, query) {
     h("button", {}, "Show"));
   const go = (event) => {
     event.preventDefault();
-    location.hash = link([page], { ...kept(query), ...Object.fromEntries(new FormData(form)) });
+    const given = [...form.elements].filter((one) => one.selectedIndex ?? one.value);  // the first choice is any
+    location.hash = link([page], { ...kept(query), ...Object.fromEntries(given.map((one) => [one.name, one.value])) });
   };
   form.addEventListener("submit", go);
   form.addEventListener("change", go);
   return form;
 }
 
-const kept = ({ group_id = "", by = "", compare = "" }) => ({ group_id, by, compare });
+const kept = ({ group_id, by, compare }) => ({ group_id, by, compare });
+const named = (one) => one || "(none)";
 
 function pages(parts, query, total) {
   const offset = Number(query.offset || 0);
@@ -69,7 +71,7 @@ async function runPage(query) {
     ofMesh("alarms", { alarms: [] }), ofMesh("history", { points: [], events: [] }),
     ...compared.map(([field, name]) => ask("series", { ...wanted, [field]: name })),
   ]);
-  const all = others.length ? others.map((one, index) => [compared[index][1], one]) : [["", found]];
+  const all = others.length ? others.map((one, index) => [named(compared[index][1]), one]) : [["", found]];
   const label = by === "time" ? (x) => time(x).slice(11) : (x) => `v${x}`;
   const happened = history.events.map((one) => ({ x: one.at, name: one.name }));
   const events = by === "time" ? [...pushes(found.points), ...happened] : [];
@@ -140,15 +142,15 @@ function bar(share) {
 // Adds a run or a model to those that are side by side.
 function compareForm(query, compared) {
   const valueOf = (one) => one.map(encodeURIComponent).join(":"), known = compared.map(valueOf);
-  const group = (label, field) => h("optgroup", { label }, (choices[field] || []).map((one) => [valueOf([field, one]), one])
+  const group = (label, field) => h("optgroup", { label }, (choices[field] || []).map((one) => [valueOf([field, one]), named(one)])
     .filter(([value]) => !known.includes(value)).map(([value, one]) => h("option", { value }, one)));
   const select = h("select", { "aria-label": "Add a run or a model to compare" }, h("option", { value: "" }, "compare with …"),
     group("runs", "run_id"), group("models", "model"));
   select.addEventListener("change", () => {
-    const first = known.length || !query.run_id ? known : [valueOf(["run_id", query.run_id])];
+    const first = known.length || query.run_id === undefined ? known : [valueOf(["run_id", query.run_id])];
     location.hash = link(["run"], { ...query, compare: [...new Set([...first, select.value])].slice(-4).join(",") });
   });
-  return [select, known.length > 0 && h("a", { href: link(["run"], { ...query, compare: "" }) }, "one curve only")];
+  return [select, known.length > 0 && h("a", { href: link(["run"], { ...query, compare: undefined }) }, "one curve only")];
 }
 
 function byRun(points) {
@@ -207,7 +209,7 @@ async function groupsPage(query) {
 }
 
 async function sessionsPage(query) {
-  const { group_id, run_id = "" } = query;
+  const { group_id, run_id } = query;
   const [found, groups] = await Promise.all([ask("sessions", { ...query, limit: ROWS }),
     group_id ? ask("groups", { group_id, run_id, limit: 1000 }) : { rows: [] }]);
   const groupOf = new Map(groups.rows.map((one) => [one.run_id, one]));
@@ -220,7 +222,7 @@ async function sessionsPage(query) {
   return [
     h("h1", {}, query.group_id ? `Group ${query.group_id}` : "Sessions"),
     filters("sessions", query),
-    h("div", { class: "bar" }, compare, query.group_id && h("a", { href: link(["sessions"], { ...query, group_id: "" }) }, "All groups")),
+    h("div", { class: "bar" }, compare, query.group_id && h("a", { href: link(["sessions"], { ...query, group_id: undefined }) }, "All groups")),
     pages(["sessions"], query, found.total),
     query.group_id && h("p", { class: "quiet" }, "The advantage is the reward less the mean of the whole group, divided by the group's standard deviation."),
     table([

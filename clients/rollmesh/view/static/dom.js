@@ -28,10 +28,14 @@ export class Refused extends Error {
   }
 }
 
+// Writes the pairs of a query. A value that is undefined is left out, and an empty one is meant.
+function queryOf(pairs) {
+  const text = new URLSearchParams(Object.entries(pairs || {}).filter(([, value]) => value !== undefined)).toString();
+  return text && `?${text}`;
+}
+
 export async function ask(path, query, options) {
-  const given = new URLSearchParams(Object.entries(query || {}).filter(([, value]) => value !== ""));
-  const text = given.toString();
-  const response = await fetch(`/api/${path}${text ? `?${text}` : ""}`, options);
+  const response = await fetch(`/api/${path}${queryOf(query)}`, options);
   const found = await response.json().catch(() => ({}));
   if (!response.ok) throw new Refused(response.status, found.error || `HTTP ${response.status}`);
   return found;
@@ -54,11 +58,8 @@ export function seconds(ms) {
   return ms < 60000 ? `${(ms / 1000).toFixed(1)} s` : `${Math.floor(ms / 60000)} min ${Math.round((ms % 60000) / 1000)} s`;
 }
 
-export function link(parts, query) {
-  const given = new URLSearchParams(Object.entries(query || {}).filter(([, value]) => value));
-  const text = given.toString();
-  return `#/${parts.map(encodeURIComponent).join("/")}${text ? `?${text}` : ""}`;
-}
+// An address within the viewer.
+export const link = (parts, query) => `#/${parts.map(encodeURIComponent).join("/")}${queryOf(query)}`;
 
 // Returns the advantage of a session in its group: its reward less the group's mean, in standard deviations.
 export function advantageIn(group, session) {

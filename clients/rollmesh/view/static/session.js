@@ -7,10 +7,10 @@ const COLOURS = [["mask", "trained"], ["logprob", "log-probability"], ["version"
 const GROUP = "group advantage", LONG = 100_000;
 const SHADES = { version: 4, reason: 8 };  // the colours that each kind has
 const DIFFERENCE = "logprobs";  // a trainer's own ones are shown less those that were sampled
-const kept = { path: {}, opened: {}, tokens: false, token: {}, colour: "mask" };  // while the reader goes from page to page
+const kept = { path: Object.create(null), opened: Object.create(null), tokens: false, token: {}, colour: "mask" };  // while the reader goes from page to page
 
 export async function sessionPage(id, choices) {
-  const found = await ask(`session/${encodeURIComponent(id)}`);
+  const found = await ask("session", { id });
   found.special = new Set(choices.special);
   found.advantage = await advantageOf(found);
   const nodes = new Map(found.nodes.map((one) => [one.node_id, one]));
@@ -237,7 +237,7 @@ function messageView(message, found, after) {
 
 function imageView(sha256, found) {
   const known = found.images?.find((one) => one.sha256 === sha256);
-  return known && h("img", { src: `/api/session/${encodeURIComponent(found.session_id)}/images/${sha256}`, alt: known.bytes ? `Image of ${number(known.bytes)} bytes` : "The file of this image is missing", loading: "lazy", decoding: "async" });
+  return known && h("img", { src: `/api/image/${encodeURIComponent(sha256)}?session=${encodeURIComponent(found.session_id)}`, alt: known.bytes ? `Image of ${number(known.bytes)} bytes` : "The file of this image is missing", loading: "lazy", decoding: "async" });
 }
 
 // The tokens are drawn when the node comes near the window and dropped when it is far away, so that
@@ -322,7 +322,7 @@ function tokens(node, found) {
 const saidBy = (node) => (node.ids.length ? String(node.ids) : JSON.stringify(node.messages));
 
 export async function comparePage(ids, choices) {
-  const both = await Promise.all(ids.slice(0, 2).map((id) => ask(`session/${encodeURIComponent(id)}`)));
+  const both = await Promise.all(ids.slice(0, 2).map((id) => ask("session", { id })));
   const all = { nodes: both.flatMap((one) => one.nodes), names: {}, annotations: [...new Set(both.flatMap((one) => one.annotations || []))] };
   for (const one of both) Object.assign(one, { names: all.names, special: new Set(choices.special), advantage: await advantageOf(one) });
   for (const kind of Object.keys(SHADES)) namesOf(all, kind);
