@@ -453,14 +453,9 @@ class Failover:
         if generation.taken:
             self._on_migration()
             tracing.note(genai.MIGRATION, genai.moved(where, generation.taken))
-        attempt = _Attempt(suspect, grant, request)
-        self._send(order, attempt, stack)
-        return attempt
-
-    def _send(self, order: Order, attempt: "_Attempt", stack: AsyncExitStack) -> None:
-        engine = self._engines.of(attempt.grant.address)
-        beginning = engine.begin(attempt.request, order.timeout_ms, order.images)
-        order.answer = stack.enter_context(beginning)
+        engine = self._engines.of(grant.address)
+        order.answer = stack.enter_context(engine.begin(request, order.timeout_ms, order.images))
+        return _Attempt(suspect, grant, request)
 
     async def _next(self, order: Order, attempt: "_Attempt", stack: AsyncExitStack) -> Sampled:
         """Returns the next tokens of an engine. They may be none at the end.
@@ -468,15 +463,21 @@ class Failover:
         Raises:
             RollmeshError: The engine is lost, or refused the request.
         """
-        generation = order.generation
+        generation, versions = order.generation, self._leases.offered
+        model = generation.request.model
         while True:
             answer = order.answer
             assert answer is not None
             try:
-                run = await self._take(generation, await answer.next())
+                response = await answer.next()
+                offered = Offered() if generation.adapter else versions.of(model)
+                if offered.newest is not None:
+                    newest = newest_version(response)
+                    if newest > offered.newest:  # news of a push may come after its first tokens
+                        offered = await versions.until(model, newest)
+                run = generation.take(response, offered)
             except ImageUnknownError as error:
-                await self._find_images(order, attempt, error)
-                self._send(order, attempt, stack)
+                await self._send_images(order, attempt, error, stack)
             except EngineFaultError as error:
                 if error.spoils_tokens or generation.fresh or not answer.is_taken:
                     raise
@@ -490,10 +491,14 @@ class Failover:
                 if answer.is_taken:
                     attempt.suspect.engine_id = attempt.grant.engine_id
 
-    async def _find_images(
-        self, order: Order, attempt: "_Attempt", error: ImageUnknownError
+    async def _send_images(
+        self,
+        order: Order,
+        attempt: "_Attempt",
+        error: ImageUnknownError,
+        stack: AsyncExitStack,
     ) -> None:
-        """Finds images that an engine asks for, so that they are sent again.
+        """Finds images that an engine asks for, and sends the request again with them.
 
         Raises:
             ImageUnknownError: The error, if they cannot be found.
@@ -505,15 +510,10 @@ class Failover:
         wanted = [one for one in error.sha256s if one not in order.images]
         if wanted and order.load_images is not None:
             order.images = {**order.images, **await order.load_images(wanted)}
-        self._engines.of(attempt.grant.address).images.lost(error, order.images)
-
-    async def _take(self, generation: Generation, response: engine_pb2.TokenChunk) -> Sampled:
-        """Takes a message of an engine. News of a push may come after the first of its tokens."""
-        versions, model = self._leases.offered, generation.request.model
-        offered = Offered() if generation.adapter else versions.of(model)
-        if offered.newest is not None and (newest := newest_version(response)) > offered.newest:
-            offered = await versions.until(model, newest)
-        return generation.take(response, offered)
+        engine = self._engines.of(attempt.grant.address)
+        engine.images.lost(error, order.images)
+        again = engine.begin(attempt.request, order.timeout_ms, order.images)
+        order.answer = stack.enter_context(again)
 
 
 @dataclass(slots=True, eq=False)

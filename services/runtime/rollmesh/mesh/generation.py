@@ -141,20 +141,21 @@ class AnswerCheck:
         """
         if self._ended:
             raise EngineFaultError("the engine sent more after the end of its answer")
-        run = self._unpack(response)
+        run = self._read_tokens(response)
         ids, finishes = run.token_ids.tolist(), response.HasField("finish")
         sampled = self._sampled + len(ids)
-        self._check_tokens(run, ids, sampled)
+        received = {response.finish.prompt_crc32} if finishes else set[int]()
         if response.HasField("prompt_crc32"):
-            self._check_prompt(response.prompt_crc32)
+            received.add(response.prompt_crc32)
+        if received - {self._expected.prompt_crc32}:
+            raise EngineFaultError("the engine received other prompt ids than it was sent")
         version = response.policy_version if response.HasField("policy_version") else None
         if version is not None:
             self._check_version(version, response.adapter, offered, self._last_version)
         runs = _added(self._runs, version, len(ids))
         last_id = ids[-1] if ids else self._last_id
         if finishes:
-            self._check_finish(response.finish, sampled, last_id)
-            self._check_spans(response.finish, runs, offered)
+            self._check_finish(response.finish, sampled, last_id, runs, offered)
         elif not ids and not response.columns:
             raise EngineFaultError("the engine sent a message without tokens in mid-answer")
         if self._expected.columns or response.columns:
@@ -163,7 +164,8 @@ class AnswerCheck:
         self._last_version = self._last_version if version is None else version
         return run
 
-    def _unpack(self, response: engine_pb2.TokenChunk) -> Sampled:
+    def _read_tokens(self, response: engine_pb2.TokenChunk) -> Sampled:
+        """Unpacks the tokens of a message, and checks them one by one."""
         most, tops = self._expected.top_logprobs, None
         try:
             ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
@@ -176,15 +178,27 @@ class AnswerCheck:
             raise EngineFaultError(f"the engine's {error.message}") from error
         if len(ids) != len(logprobs):
             raise EngineFaultError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} ids")
-        if tops is None:
-            return Sampled(ids, logprobs)
-        if not len(tops.ids) == len(tops.logprobs) == len(ids) * most:
+        if self._sampled + len(ids) > self._expected.max_tokens:
             raise EngineFaultError(
-                f"the engine gave {len(tops.ids)} most likely ids with {len(tops.logprobs)} "
-                f"log-probs for {len(ids)} tokens; {most} for each were asked for"
+                f"the engine sent more ids than the {self._expected.max_tokens} requested"
             )
-        shape = len(ids), most
-        return Sampled(ids, logprobs, Tops(tops.ids.reshape(shape), tops.logprobs.reshape(shape)))
+        # Lists, because most messages of a stream have one token.
+        all_ids, all_logprobs = ids.tolist(), logprobs.tolist()
+        if tops is not None:
+            if not len(tops.ids) == len(tops.logprobs) == len(ids) * most:
+                raise EngineFaultError(
+                    f"the engine gave {len(tops.ids)} most likely ids with {len(tops.logprobs)} "
+                    f"log-probs for {len(ids)} tokens; {most} for each were asked for"
+                )
+            all_ids += tops.ids.tolist()
+            all_logprobs += tops.logprobs.tolist()
+            shape = len(ids), most
+            tops = Tops(tops.ids.reshape(shape), tops.logprobs.reshape(shape))
+        self._check_ids(all_ids)
+        for one in all_logprobs:  # not a number and infinite are possible: arithmetic fails
+            if MOST_LOGPROB < one < math.inf:
+                raise EngineFaultError("the engine gave a log-prob above 0")
+        return Sampled(ids, logprobs, tops)
 
     def _take_columns(self, response: engine_pb2.TokenChunk, sampled: int) -> None:
         """Checks the columns of a message, after which there are so many sampled tokens."""
@@ -213,34 +227,20 @@ class AnswerCheck:
             raise EngineFaultError("the engine's columns have other tokens than its answer")
         self._column_ends, self._column_bytes = ends, size
 
-    def _check_tokens(self, run: Sampled, ids: list[int], sampled: int) -> None:
-        """Checks the tokens of a message, after which there are so many sampled tokens."""
-        most = self._expected.max_tokens
-        if sampled > most:
-            raise EngineFaultError(f"the engine sent more ids than the {most} requested")
-        # Lists, because most messages of a stream have one token.
-        self._check_ids(ids)
-        logprobs = run.logprobs.tolist()
-        if run.tops is not None:
-            self._check_ids(run.tops.ids.ravel().tolist())
-            logprobs += run.tops.logprobs.ravel().tolist()
-        for one in logprobs:  # not a number and infinite are possible: arithmetic fails at times
-            if MOST_LOGPROB < one < math.inf:
-                raise EngineFaultError("the engine gave a log-prob above 0")
-
     def _check_ids(self, ids: list[int]) -> None:
         end = self._expected.vocabulary_tokens
         if end and ids and (largest := max(ids)) >= end:
             raise EngineFaultError(f"the engine gave id {largest}; ids are below {end}")
 
-    def _check_prompt(self, received: int) -> None:
-        if received != self._expected.prompt_crc32:
-            raise EngineFaultError("the engine received other prompt ids than it was sent")
-
     def _check_finish(
-        self, finish: engine_pb2.GenerateFinish, sampled: int, last_id: int | None
+        self,
+        finish: engine_pb2.GenerateFinish,
+        sampled: int,
+        last_id: int | None,
+        runs: "_Runs | None",
+        offered: Offered,
     ) -> None:
-        self._check_prompt(finish.prompt_crc32)
+        """Checks the end of an answer of so many tokens, which its messages had in such runs."""
         if finish.prompt_tokens not in {0, self._expected.prompt_tokens}:
             raise EngineFaultError(
                 f"the engine received {finish.prompt_tokens} prompt ids of "
@@ -252,25 +252,18 @@ class AnswerCheck:
             raise EngineFaultError(
                 f"the engine stopped at id {finish.stop_token_id}, and its last is {last_id}"
             )
-        at = 0
+        spans: _Runs | None = []
+        at = last = 0
         for span in finish.version_spans:
             if span.start != at or span.end < span.start or span.policy_version < 0:
                 raise EngineFaultError("the engine's version spans have gaps or negative versions")
             at = span.end
-        if at != sampled:
-            raise EngineFaultError("the engine's version spans do not cover what it sampled")
-
-    def _check_spans(
-        self, finish: engine_pb2.GenerateFinish, runs: "_Runs | None", offered: Offered
-    ) -> None:
-        """Checks the versions of all tokens, and that the messages had the same ones."""
-        spans: _Runs | None = []
-        last = 0
-        for span in finish.version_spans:
             if span.end > span.start:  # vLLM sends an empty one if no token followed an update
                 self._check_version(span.policy_version, span.adapter, offered, last)
                 last = span.policy_version
                 spans = _added(spans, last, span.end - span.start)
+        if at != sampled:
+            raise EngineFaultError("the engine's version spans do not cover what it sampled")
         if runs is not None and runs != spans:
             raise EngineFaultError("the engine's version spans are not those of its messages")
 
@@ -430,13 +423,16 @@ class Generation:
     """How the last engine ended."""
     engine_id: str = ""
     """The engine that samples."""
+    taken: int = 0
+    """Number of ids sampled so far."""
+    migrated: bool = False
+    """Whether an engine continued what another one, or an earlier attempt, had sampled."""
     numerics: dict[str, sampling_pb2.Numerics] = field(default_factory=dict)
     """Those of the engines, by id."""
     _numerics_id: str = ""
     _prompt_tokens: int = 0
     _check: AnswerCheck | None = None
-    _start: int = 0
-    _taken: int = 0
+    _start: int = 0  # ids sampled before the current engine
 
     def __post_init__(self) -> None:
         """Counts the ids of the prompt."""
@@ -448,24 +444,14 @@ class Generation:
         return self.request.adapter if self.request.HasField("adapter") else None
 
     @property
-    def migrated(self) -> bool:
-        """Whether an engine continued what another one, or an earlier attempt, had sampled."""
-        return self._start > 0
-
-    @property
     def is_known(self) -> bool:
         """Whether the policy version of every id is known."""
-        return self._taken == (self.spans[-1].end if self.spans else 0)
-
-    @property
-    def taken(self) -> int:
-        """Number of ids sampled so far."""
-        return self._taken
+        return self.taken == (self.spans[-1].end if self.spans else 0)
 
     @property
     def fresh(self) -> int:
         """Number of ids that the current engine has sampled."""
-        return self._taken - self._start
+        return self.taken - self._start
 
     def sampled(self) -> Sampled | None:
         """Returns everything that was sampled so far. None if nothing was."""
@@ -526,7 +512,8 @@ class Generation:
         self._numerics_id = "" if numerics is None else numerics.id
         if numerics is not None and numerics.id:
             self.numerics[numerics.id] = numerics
-        self._start, self.finish = self._taken, None
+        self._start, self.finish = self.taken, None
+        self.migrated = self.taken > 0
         return rest
 
     def take(
@@ -550,14 +537,14 @@ class Generation:
             self.columns.append(column)
         if response.HasField("policy_version") and self.is_known:
             self._add_span(response.policy_version, size)
-        self._taken += size
+        self.taken += size
         if response.HasField("finish"):
             self.end(response.finish)
         return run
 
     def _continue_columns(self, rest: engine_pb2.GenerateRequest) -> None:
         """Drops rows of tokens that did not arrive, and asks for the experts that are missing."""
-        held, end = self.columns, self._prompt_tokens + self._taken
+        held, end = self.columns, self._prompt_tokens + self.taken
         experts = [*rows_between([one for one in held if one.kind == EXPERTS], 0, end - 1)]
         support = [*rows_between([one for one in held if one.kind == SUPPORT], 0, end)]
         self.columns = experts + support

@@ -221,13 +221,15 @@ class Link:
         self._restating = restating
         self._try_to_send(leases_pb2.DispatchRequest(ping=leases_pb2.DispatchPing()))  # wakes it
 
-    def acquire(self, acquire: leases_pb2.AcquireLease) -> None:
-        """Requests a lease.
+    def send(self, message: leases_pb2.DispatchRequest) -> None:
+        """Sends a message, with the releases that wait for one.
 
         Raises:
             asyncio.QueueFull: The router reads too slowly.
         """
-        self._send(leases_pb2.DispatchRequest(acquire=acquire))
+        message.releases.extend(self._releases)
+        self._messages.put_nowait(message)
+        self._releases.clear()
 
     def release(self, release: leases_pb2.ReleaseLease) -> None:
         """Releases a lease, with the next request or within 2 ms: a turn costs one message."""
@@ -308,18 +310,13 @@ class Link:
     def _flush(self) -> None:
         if self.is_up and self._releases:  # else they were sent with another message
             try:
-                self._send(leases_pb2.DispatchRequest())
+                self.send(leases_pb2.DispatchRequest())
             except asyncio.QueueFull:
                 asyncio.get_running_loop().call_later(_RELEASE_S, self._flush)
 
-    def _send(self, message: leases_pb2.DispatchRequest) -> None:
-        message.releases.extend(self._releases)
-        self._messages.put_nowait(message)
-        self._releases.clear()
-
     def _try_to_send(self, message: leases_pb2.DispatchRequest) -> None:
         with suppress(asyncio.QueueFull):
-            self._send(message)
+            self.send(message)
 
 
 # The policy versions that a router has offered, by which an answer from the future is known.
@@ -599,8 +596,8 @@ class LeaseClient(Background):
                     async with asyncio.timeout(left_ms / 1000):
                         await self._connected.wait()
                 now = clock.monotonic_ms()
-                request.wait_ms = _uint32(deadline - now)
-                request.suspended_wait_ms = _uint32(last - now)
+                request.wait_ms = min(max(deadline - now, 1), _MOST_WAIT_MS)
+                request.suspended_wait_ms = min(max(last - now, 1), _MOST_WAIT_MS)
                 try:
                     async with asyncio.timeout((request.suspended_wait_ms + _ANSWER_MS) / 1000):
                         answer = await self._ask(request)
@@ -628,7 +625,7 @@ class LeaseClient(Background):
         asked = _Asked(acquire, asyncio.get_running_loop().create_future())
         self._asked[lease_id] = asked
         try:
-            link.acquire(acquire)
+            link.send(leases_pb2.DispatchRequest(acquire=acquire))
             return await asked.answer
         except asyncio.QueueFull:
             raise EnginesBusyError(
@@ -704,10 +701,6 @@ class LeaseClient(Background):
             self._connected.set()
         if former is not None and former.is_up:
             former.leave()  # it frees the leases of this gateway
-
-
-def _uint32(ms: int) -> int:
-    return min(max(ms, 1), _MOST_WAIT_MS)
 
 
 def _refusal(answer: leases_pb2.DispatchResponse) -> RollmeshError:
