@@ -5,15 +5,15 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (10_062, 58),
-    "services/runtime/rollmesh/mesh": (4_686, 11),
-    "services/gateway/rollmesh/chat": (8_252, 40),
-    "services/gateway/rollmesh/gateway": (10_971, 28),
+    "services/runtime/rollmesh/runtime": (10_038, 58),
+    "services/runtime/rollmesh/mesh": (4_663, 11),
+    "services/gateway/rollmesh/chat": (8_248, 40),
+    "services/gateway/rollmesh/gateway": (10_963, 28),
     "services/engine/rollmesh/engine": (8_144, 32),
     "services/router/rollmesh/router": (4_776, 17),
-    "services/collector/rollmesh/collector": (5_450, 14),
+    "services/collector/rollmesh/collector": (5_449, 14),
     "services/collector/rollmesh/scorer": (367, 6),
-    "clients/rollmesh/sidecar": (5_877, 17),
+    "clients/rollmesh/sidecar": (5_873, 16),
     "clients/rollmesh/client": (7_291, 24),
     "clients/rollmesh/record": (3_395, 14),
     "clients/rollmesh/batches": (1_095, 6),

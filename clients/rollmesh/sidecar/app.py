@@ -28,11 +28,10 @@ from rollmesh.sidecar.errors import (
 )
 from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.google import COUNT_CONTENT, GENERATE, STREAM
-from rollmesh.sidecar.http import HttpServer, bound, http_served
+from rollmesh.sidecar.http import HttpServer, bound, http_served, traced
 from rollmesh.sidecar.lineage import declare_lineage
 from rollmesh.sidecar.messages import COUNT_TOKENS, MESSAGES
 from rollmesh.sidecar.responses import COUNT_INPUT, RESPONSES, delete, retrieve
-from rollmesh.sidecar.traces import traced
 from rollmesh.sidecar.turn import Protocol, TurnEndpoint
 from rollmesh.v1 import router_pb2
 

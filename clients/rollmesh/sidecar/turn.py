@@ -135,7 +135,8 @@ def read_head(scope: Scope) -> Head:
         key = parse_qs(query.decode("latin-1")).get("key", [""])[0]
     if not key.startswith(_KEY_PREFIX):  # a placeholder, which many agents require
         key = ""
-    session, model = (scope["path_params"].get(name, "") for name in ("session", "model"))
+    path = scope["path_params"]
+    session, model = path.get("session", ""), path.get("model", "")
     if session.startswith(_KEY_PREFIX):
         if key and key != session:
             raise SessionKeyWrongError(

@@ -13,7 +13,7 @@ import os
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeAlias, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 from rollmesh.collector.log import Arrival, damaged, split
 from rollmesh.collector.retention import Retention
@@ -54,7 +54,6 @@ CREATE INDEX IF NOT EXISTS sessions_by_file ON sessions (file) WHERE file IS NOT
 CREATE TABLE IF NOT EXISTS files (n INTEGER PRIMARY KEY, bytes INTEGER NOT NULL);
 """
 )
-Pieces: TypeAlias = Sequence[bytes]
 
 
 class Place(NamedTuple):
@@ -100,7 +99,7 @@ class ArrayFiles:
         self.remove({int(name) for name in found} - set(files))
         self._numbers = itertools.count(max(files, default=0) + 1)
 
-    def write(self, sessions: Sequence[Pieces]) -> list[Place]:
+    def write(self, sessions: Sequence[Sequence[bytes]]) -> list[Place]:
         """Writes the arrays of sessions to a new file and fsyncs it.
 
         Raises:

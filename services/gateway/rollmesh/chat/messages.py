@@ -5,6 +5,7 @@ import string
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from typing import Literal, TypeAlias
 
 RoleName: TypeAlias = Literal["system", "user", "assistant", "tool"]
@@ -90,7 +91,7 @@ def group_messages(messages: tuple[Message, ...], *, begins: bool = True) -> lis
         begins: Whether they begin a conversation.
     """
     groups: list[MessageGroup] = []
-    for role, run in groupby(messages, lambda message: message.role):
+    for role, run in groupby(messages, attrgetter("role")):
         if role == "tool" or (role == "system" and begins and not groups):
             groups.append(tuple(run))
         else:

@@ -282,16 +282,20 @@ class _Stream(TextStream):
             if piece is not None:  # it does not end within a character
                 self._stream, self._fresh = stream, False
                 return str(piece)
-        return super().feed_all(token_ids)
+            self._fresh = False
+        text = ""
+        for token_id in token_ids:
+            piece = self._stream.step(self._rust, token_id)
+            if piece is None:
+                self._pending.append(token_id)
+            else:
+                self._pending.clear()
+                text += piece
+        return text
 
     def feed(self, token_id: int) -> str:
         self._fresh = False
-        piece = self._stream.step(self._rust, token_id)
-        if piece is None:
-            self._pending.append(token_id)
-            return ""
-        self._pending.clear()
-        return str(piece)
+        return self.feed_all((token_id,))
 
     def finish(self) -> str:
         left = str(self._rust.decode(self._pending, skip_special_tokens=False))

@@ -595,7 +595,7 @@ def write_head(
             _add_reason(trajectory, cut)
         if record.HasField("tree"):
             _add_reason(record.tree, cut)
-    turns = turns_by_request(tree)
+    turns = turns_by_request(tree) if tree.edges else {}
     for edge in tree.edges:
         record.edges.add(
             edge=trajectory_pb2.LineageEdge(

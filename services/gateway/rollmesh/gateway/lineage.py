@@ -110,19 +110,15 @@ def lineages(tree: Tree, nodes: Iterable[Node]) -> dict[int, Label]:
         and all(len(node.children) < 2 for node in tree.nodes.values())
         and sum(_is_start(node) for node in tree.nodes.values()) < 2
     ):
-        return _along(tree)
+        # A single path, of which only requests say more.
+        found: dict[int, Label] = {}
+        label = Label(trajectory_pb2.LINEAGE_MAIN, _RULE, _MAIN_PATH)
+        for node in tree.nodes.values():
+            label = label if node.said is None else Label(node.said, _HEADER)
+            found[node.node_id] = label
+        return found
     ways = _Ways(tree)
     return {node.node_id: ways.label(node.node_id) for node in nodes}
-
-
-def _along(tree: Tree) -> dict[int, Label]:
-    """Returns the labels of a tree with a single path, of which only requests say more."""
-    found: dict[int, Label] = {}
-    label = Label(trajectory_pb2.LINEAGE_MAIN, _RULE, _MAIN_PATH)
-    for node in tree.nodes.values():
-        label = label if node.said is None else Label(node.said, _HEADER)
-        found[node.node_id] = label
-    return found
 
 
 # Labels by edges and by requests.

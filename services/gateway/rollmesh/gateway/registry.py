@@ -812,23 +812,19 @@ class Registry:
             await end_turns(session, error)
         await self.sent.flush()
 
-    async def _turn(self, session: Session, turn: Turn, request: TurnRequest) -> Node:
-        deps = self.deps
-        with tracing.span(f"chat {deps.config.model}", "client") as span:
-            if span is not None:
-                span.describe(partial(traces.asked, span, session, turn, request))
-            if isinstance(deps, UpstreamDeps):
-                node = await run_text_turn(deps, self.journal, session, turn, request)
-            else:
-                node = await run_turn(deps, self.journal, session, turn, request)
-            if span is not None:
-                span.describe(partial(traces.answered, span, session, turn, node))
-            return node
-
     async def _run(self, session: Session, turn: Turn, request: TurnRequest) -> None:
         """Runs one turn. Any outcome, including an unexpected error, ends it."""
+        deps, store = self.deps, self.journal
         try:
-            node = await self._turn(session, turn, request)
+            with tracing.span(f"chat {deps.config.model}", "client") as span:
+                if span is not None:
+                    span.describe(partial(traces.asked, span, session, turn, request))
+                if isinstance(deps, UpstreamDeps):
+                    node = await run_text_turn(deps, store, session, turn, request)
+                else:
+                    node = await run_turn(deps, store, session, turn, request)
+                if span is not None:
+                    span.describe(partial(traces.answered, span, session, turn, node))
             if turn.joins > 1:  # checked here: a retry may join during the commit
                 await self.mark_replayed(session, turn, node)
             metrics.committed(node)

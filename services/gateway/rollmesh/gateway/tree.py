@@ -171,7 +171,11 @@ class Node:
 
     def path(self) -> list["Node"]:
         """Returns the nodes from the root's child to this node."""
-        nodes = list(self.up())
+        nodes: list[Node] = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
         nodes.reverse()
         return nodes
 
@@ -598,7 +602,7 @@ class Tree:
 
         If the template now renders the message differently, a new node is attached.
         """
-        key = self._key(group)
+        key = exact_key(group, call_ids=self._call_ids)
         for node in parent.by_key.get(key, ()):
             # Equal messages may be spelled differently (7 and 7.0): then each has its own tokens.
             if node.sample is None and np.array_equal(node.token_ids, token_ids):
@@ -640,11 +644,11 @@ class Tree:
             said=said,
         )
         node.columns = columns_between(sample.columns, parent.end, parent.end + len(node.token_ids))
-        return self._attach(node, self._key(node.messages))
+        return self._attach(node, exact_key(node.messages, call_ids=self._call_ids))
 
     def attach(self, node: Node) -> Node:
         """Attaches a node to its parent. Also used to rebuild a tree."""
-        return self._attach(node, self._key(node.messages))
+        return self._attach(node, exact_key(node.messages, call_ids=self._call_ids))
 
     def _attach(self, node: Node, key: bytes) -> Node:
         """Attaches a node, given the key of its messages. A root is the tree's own."""
@@ -674,7 +678,8 @@ class Tree:
         self.widest = max(self.widest, len(parent.children))
         parent.by_key.setdefault(key, []).append(node)
         if node.was_sampled:
-            parent.by_lenient_key.setdefault(self._lenient_key(node.messages), []).append(node)
+            lenient = lenient_key(node.messages, call_ids=self._call_ids)
+            parent.by_lenient_key.setdefault(lenient, []).append(node)
         self.text_bytes += text_bytes
         self._next_id = max(self._next_id, node.node_id + 1)
         return node
@@ -686,9 +691,10 @@ class Tree:
             return
         parent = node.parent
         parent.children.remove(node)
-        parent.by_key[self._key(node.messages)].remove(node)
+        parent.by_key[exact_key(node.messages, call_ids=self._call_ids)].remove(node)
         if node.was_sampled:
-            parent.by_lenient_key[self._lenient_key(node.messages)].remove(node)
+            lenient = lenient_key(node.messages, call_ids=self._call_ids)
+            parent.by_lenient_key[lenient].remove(node)
         del self.nodes[node.node_id]
         self.changes += 1
         for name, bookmark in [*self._bookmarks.items()]:
@@ -738,7 +744,7 @@ class Tree:
             return frozenset()
         if any(node.messages[0].role == "assistant" for node in parent.up()):
             return frozenset()
-        opening = [self._key(node.messages) for node in parent.path()]
+        opening = [exact_key(node.messages, call_ids=self._call_ids) for node in parent.path()]
         first: dict[int, Node] = {}
         """The roots of all conversations with that opening, by the ids of their first answers."""
         for root in self._roots.values():
@@ -758,12 +764,6 @@ class Tree:
         self.tree_bytes += sign * leaf.own_bytes
         if leaf.sample is not None:
             self.turn_bytes += size
-
-    def _key(self, group: MessageGroup) -> bytes:
-        return exact_key(group, call_ids=self._call_ids)
-
-    def _lenient_key(self, group: MessageGroup) -> bytes:
-        return lenient_key(group, call_ids=self._call_ids)
 
 
 def _context_size(context: RenderContext) -> int:

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TypeAlias
 from weakref import WeakValueDictionary
 
 from rollmesh.internal.v1 import leases_pb2
@@ -221,8 +220,6 @@ def _refusal(record: _Record) -> PoisonRequestError:
     )
 
 
-LoadImages: TypeAlias = Callable[[Sequence[str]], Awaitable[Mapping[str, bytes]]]
-"""Returns the bytes of images by hash, as far as there are any."""
 COLLECT_MS = 250
 """Time for which an engine collects tokens for a message if no client reads each, milliseconds.
 The death of an engine loses as much."""
@@ -257,7 +254,7 @@ class Order:
     group_id: str = ""
     images: Mapping[str, bytes] = field(default_factory=dict)
     """Bytes of the images of its prompt, by hash. Those in the request have none."""
-    load_images: LoadImages | None = None
+    load_images: Callable[[Sequence[str]], Awaitable[Mapping[str, bytes]]] | None = None
     """Returns the bytes of others when an engine asks for them. None if `images` has all."""
     stop_reason: sampling_pb2.FinishReason.ValueType | None = None
     """Why no more is wanted. None while it runs."""

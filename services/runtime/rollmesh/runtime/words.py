@@ -5,7 +5,7 @@ Each reason, each label of a branch and each cause of an untrained token is a se
 
 from collections.abc import Collection, Iterable, Iterator
 from datetime import UTC, datetime
-from typing import Any, TypeAlias
+from typing import Any
 
 from rollmesh.runtime.codec.enums import name_of, plain
 from rollmesh.runtime.runs import told
@@ -146,8 +146,6 @@ def printable(text: str) -> str:
 
 # A session at a terminal.
 
-_Rows: TypeAlias = trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree
-
 
 def line_of(session: session_pb2.SessionRecord) -> dict[str, Any]:
     """Returns the words of a session's line, by their names in JSON."""
@@ -228,6 +226,8 @@ def _turn(node: trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode
         yield printable(f"  sampled with {plain(node.sampling)}")
 
 
-def _rows(session: session_pb2.SessionRecord) -> list[_Rows]:
+def _rows(
+    session: session_pb2.SessionRecord,
+) -> list[trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree]:
     trees = [session.tree] if session.HasField("tree") else []
     return [*session.trajectories, *trees]

@@ -65,15 +65,12 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], *, kept: bool = False) -> None:
         """Looks for any of `stops`, none of them empty. The text may keep the one that is found."""
         self._stops = tuple(stops)
+        self.wanted = bool(self._stops)
+        """Whether there is any stop string."""
         self._kept = kept
         self._held = ""
         self.found = ""
         """The stop string that ended the text. Empty while none did."""
-
-    @property
-    def wanted(self) -> bool:
-        """Whether there is any stop string."""
-        return bool(self._stops)
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Takes text. Returns the text that is certain and whether a stop string was completed.
@@ -81,7 +78,7 @@ class StopStrings:
         The one that is complete first ends the text, in whatever pieces it comes. Of those that end
         at the same place, the longest.
         """
-        if not self._stops:
+        if not self.wanted:
             return text, False
         held = self._held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]

@@ -158,6 +158,11 @@ def _chunks(render: str, begin: int, ends: Ends) -> Iterator[str]:
     yield render[begin:]
 
 
+def _render(template: ModelTemplate, groups: Sequence[MessageGroup], context: RenderContext) -> str:
+    messages = [message for group in groups for message in group]
+    return template.render(messages, context, generation_prompt=True)
+
+
 def _first_difference(ids: TokenIds, held: TokenIds) -> int | None:
     size = min(len(ids), len(held))
     differing = np.flatnonzero(ids[:size] != held[:size])
@@ -294,8 +299,8 @@ class Continuation:
             PlacementError: The template does not show the images of a group, or text spells one.
             ImageRefusedError: The model cannot take an image of that size.
         """
-        context = self._pinned(context)
-        cutter = self._of(context).cutter
+        context, probed = self._pinned(context)
+        cutter = probed.cutter
         if start > 0:
             texts = cutter.texts(groups, start, context)
             check(texts)
@@ -347,8 +352,8 @@ class Continuation:
             TemplateRenderError: The template has no answer after such a group.
             TemplateRefusedError: It cannot be continued exactly under the context's options.
         """
-        context = self._pinned(context)
-        cutter = self._of(context).cutter
+        context, probed = self._pinned(context)
+        cutter = probed.cutter
         if len(groups) == 1 and cutter.is_joined(groups[0], context):
             raise TemplateRenderError(
                 "a system message alone cannot be rendered; send a user message with it"
@@ -359,8 +364,8 @@ class Continuation:
         self, groups: Sequence[MessageGroup], context: RenderContext, tag: str
     ) -> bool:
         """Returns whether the generation prompt after `groups` opens the reasoning with `tag`."""
-        context = self._pinned(context)
-        printed = self._of(context).cutter.generation_prompt(groups, context)
+        context, probed = self._pinned(context)
+        printed = probed.cutter.generation_prompt(groups, context)
         return printed.rstrip().endswith(tag)
 
     def compare(
@@ -383,8 +388,7 @@ class Continuation:
             added: The ids that those add, and those that open the model's turn. Uint32 [N] each.
             show: Returns groups as the template will see them.
         """
-        context = self._pinned(context)
-        probed = self._of(context)
+        context, probed = self._pinned(context)
         groups = [*(node.messages for node in path), *fresh]
         if not probed.profile.findings & REWRITING:
             try:
@@ -392,7 +396,7 @@ class Continuation:
             except TemplateRenderError:  # an answer that cannot be continued in the usual way
                 pass
         try:
-            render = self._render(show(groups), context)
+            render = _render(probed.template, show(groups), context)
             generation_prompt = probed.cutter.generation_prompt(groups, context)
         except TemplateRenderError:  # each message renders alone, but not all of them together
             sampled = (at for at, node in enumerate(path) if node.was_sampled)
@@ -433,11 +437,11 @@ class Continuation:
             The ids of each group after the path and of what opens the model's turn, uint32 [N]
             each. None if the template's render does not fall into these parts.
         """
-        context = self._pinned(context)
-        cutter, begun = self._of(context).cutter, len(path)
+        context, probed = self._pinned(context)
+        cutter, begun = probed.cutter, len(path)
         try:
             groups = show([*(node.messages for node in path), *groups[begun:]])
-            ids = self._encoder_of(groups)(self._render(groups, context))
+            ids = self._encoder_of(groups)(_render(probed.template, groups, context))
             known = [
                 self._printed_ids(cutter, groups, at, context) for at in range(begun, len(groups))
             ]
@@ -500,11 +504,6 @@ class Continuation:
             return None
         return self._encode(cutter.texts(groups[: at + 1], at, context), groups[at : at + 1])[0]
 
-    def _render(self, groups: Sequence[MessageGroup], context: RenderContext) -> str:
-        messages = [message for group in groups for message in group]
-        template = self._of(context).template
-        return template.render(messages, context, generation_prompt=True)
-
     def _closing(self, node: HeldGroup) -> TokenIds:
         """Returns the ids missing at the end of a node. Uint32 [0] or [1].
 
@@ -564,15 +563,16 @@ class Continuation:
 
         return encode
 
-    def _pinned(self, context: RenderContext) -> RenderContext:
-        """Returns a context with its time as the template prints it: caches are keyed by it."""
-        return replace(context, now=self._shown_time(context.now or unix_now()))
+    def _pinned(self, context: RenderContext) -> tuple[RenderContext, Probed]:
+        """Returns a context with its time as the template prints it, and the probed template.
 
-    def _of(self, context: RenderContext) -> Probed:
+        Caches are keyed by that time.
+        """
+        context = replace(context, now=self._shown_time(context.now or unix_now()))
         template = self._template
         if isinstance(template, TemplatePair):
             template = template.of(context)
-        return self._probed(template, context.options_json)
+        return context, self._probed(template, context.options_json)
 
     def _profile(self) -> TemplateProfile:
         """Returns what probing finds without options.
@@ -580,7 +580,7 @@ class Continuation:
         Raises:
             TemplateRefusedError: The template cannot be continued exactly.
         """
-        profile = self._of(RenderContext()).profile
+        profile = self._pinned(RenderContext())[1].profile
         if not isinstance(self._template, TemplatePair):
             return profile
         try:

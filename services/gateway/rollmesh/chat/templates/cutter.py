@@ -91,13 +91,29 @@ class Boundaries:
         Raises:
             TemplateRenderError: The continuation changes how the window is printed.
         """
-        if before == "assistant":
-            return self._after_answer(window, text, options)
-        lead = self._leads.get(before)
+        if before != "assistant":
+            lead = self._leads.get(before)
+            _, found, after = text.partition(MARKER)
+            if lead is None or not found or not after.startswith(lead):
+                raise TemplateRenderError(
+                    f"later messages change how a {before} message is printed"
+                )
+            return after[len(lead) :]
+        # After an answer: the text behind the token that ends it.
+        alone, end = self._render(window, options), self._end_of(window[-1])
+        # If content is not printed beside calls, the last end token is that of the answer.
+        at = alone.rfind(end, max(alone.find(MARKER), 0))
+        if at >= 0 and text.startswith(alone[: at + len(end)]):
+            return text[at + len(end) :]
+        if self.ends.headers:
+            raise TemplateRenderError("later messages change how an answer is printed")
         _, found, after = text.partition(MARKER)
-        if lead is None or not found or not after.startswith(lead):
-            raise TemplateRenderError(f"later messages change how a {before} message is printed")
-        return after[len(lead) :]
+        _, ended, after = after.partition(end)
+        if not found or not ended:
+            raise TemplateRenderError(
+                "the template prints no end of an answer before the next message"
+            )
+        return after
 
     def without_closing(self, place: Place, group: MessageGroup, text: str) -> str:
         """Returns a render up to the boundary after its last group, or after its last answer.
@@ -122,23 +138,6 @@ class Boundaries:
         if not text.endswith(self._ends[place]):
             raise TemplateRenderError(f"a {place} message does not end as others of its kind")
         return text[: len(text) - len(closing)]
-
-    def _after_answer(self, window: tuple[Message, ...], text: str, options: RenderContext) -> str:
-        """Returns the text after the token that ends the window's answer."""
-        alone, end = self._render(window, options), self._end_of(window[-1])
-        # If content is not printed beside calls, the last end token is that of the answer.
-        at = alone.rfind(end, max(alone.find(MARKER), 0))
-        if at >= 0 and text.startswith(alone[: at + len(end)]):
-            return text[at + len(end) :]
-        if self.ends.headers:
-            raise TemplateRenderError("later messages change how an answer is printed")
-        _, found, after = text.partition(MARKER)
-        _, ended, after = after.partition(end)
-        if not found or not ended:
-            raise TemplateRenderError(
-                "the template prints no end of an answer before the next message"
-            )
-        return after
 
     def _find_beside_calls(self) -> str:
         """Returns a text that the template prints before calls. Some templates print none there."""

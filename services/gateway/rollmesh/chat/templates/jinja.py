@@ -6,7 +6,7 @@ without HTML escapes, `raise_exception`, `strftime_now`, and `{% generation %}` 
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -58,13 +58,14 @@ class ChatTemplate(ModelTemplate):
         """Returns the text of a conversation. See `ModelTemplate.render`."""
         options = json.loads(context.options_json) if context.options_json else {}
         try:
+            moment = datetime.fromtimestamp(context.now or unix_now()).astimezone()
             text = self._template.render(
                 messages=[as_template_message(one, parts=self._parts) for one in messages],
                 tools=json.loads(context.tools_json) if context.tools_json else None,
                 add_generation_prompt=generation_prompt,
                 **{
                     "documents": None,
-                    "strftime_now": _clock(context.now),
+                    "strftime_now": moment.strftime,
                     **self._variables,
                     **options,
                 },
@@ -172,9 +173,3 @@ def _raise_exception(message: str) -> None:
 def unix_now() -> int:
     """Returns the current time, unix seconds."""
     return time.time_ns() // 1_000_000_000
-
-
-def _clock(now: int) -> Callable[[str], str]:
-    """Returns the function by which templates print the time. 0 is the current time."""
-    moment = datetime.fromtimestamp(now or unix_now()).astimezone()
-    return moment.strftime

@@ -64,7 +64,6 @@ def address_of(peer: str) -> str:
 
 
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-_Metadata: TypeAlias = Iterable[tuple[str, str | bytes]] | None
 _log = logging.getLogger(__name__)
 _NOBODY: frozenset[Role] = frozenset()
 _MOST_WAITING = 256
@@ -115,7 +114,7 @@ class Guard:
         self._failures = Failures()
         self._waiting = 0
 
-    def meet(self, method: str, metadata: _Metadata) -> Entry:
+    def meet(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Entry:
         """Returns a call with the roles that its token shows."""
         if method in OPEN:
             return Entry(method, _NOBODY, token=False)

@@ -3,19 +3,12 @@
 import hashlib
 import math
 from collections.abc import Collection, Container, Sequence
-from typing import TypeAlias
 
 from rollmesh.runtime.codec.arrays import unpack_tokens, wrong_logprob
 from rollmesh.runtime.codec.columns import check_columns
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
 
-_Rewarded: TypeAlias = (
-    session_pb2.SessionRecord
-    | trajectory_pb2.Trajectory
-    | trajectory_pb2.TrajectorySegment
-    | trajectory_pb2.TrajectoryNode
-)
 _MAX_ID_CHARS = 128
 
 
@@ -33,7 +26,7 @@ def check_session(record: session_pb2.SessionRecord, path: str) -> None:
             f"{path}.sample_index",
             f"is {record.sample_index}; give one below group_size, {record.group_size}",
         )
-    _check_finite(record, path)
+    _check_finite(f"{path}.reward", record.reward)
     seen: set[str] = set()
     for at, trajectory in enumerate(record.trajectories):
         field = f"{path}.trajectories[{at}]"
@@ -79,7 +72,7 @@ def _check_messages(record: session_pb2.SessionRecord, path: str) -> None:
 
 
 def _check_trajectory(trajectory: trajectory_pb2.Trajectory, field: str) -> None:
-    _check_finite(trajectory, field)
+    _check_finite(f"{field}.reward", trajectory.reward)
     count = _check_tokens(trajectory.tokens, f"{field}.tokens")
     if not count or trajectory.prompt_tokens > count:
         raise InvalidFieldError(f"{field}.prompt_tokens", f"does not fit {count} tokens")
@@ -93,7 +86,7 @@ def _check_trajectory(trajectory: trajectory_pb2.Trajectory, field: str) -> None
 
 
 def _check_text(trajectory: trajectory_pb2.Trajectory, field: str) -> None:
-    _check_finite(trajectory, field)
+    _check_finite(f"{field}.reward", trajectory.reward)
     if _check_tokens(trajectory.tokens, f"{field}.tokens"):
         raise InvalidFieldError(f"{field}.tokens", "are given, and the session captures none")
     for at, segment in enumerate(trajectory.segments):
@@ -164,12 +157,12 @@ def _check_reward(
         return
     if not turn.sampled:
         raise InvalidFieldError(f"{field}.reward", "is of what was not sampled")
-    _check_finite(turn, field)
+    _check_finite(f"{field}.reward", turn.reward)
 
 
-def _check_finite(rewarded: _Rewarded, field: str) -> None:
-    if rewarded.HasField("reward") and not math.isfinite(rewarded.reward):
-        raise InvalidFieldError(f"{field}.reward", f"{rewarded.reward} is not a finite number")
+def _check_finite(field: str, reward: float) -> None:
+    if not math.isfinite(reward):
+        raise InvalidFieldError(field, f"{reward} is not a finite number")
 
 
 def _check_tokens(tokens: trajectory_pb2.TokenArrays, field: str) -> int:
@@ -229,7 +222,7 @@ def check_rewards(
         InvalidFieldError: Names the first reward that is wrong.
     """
     if rewards.HasField("reward"):
-        _check_reward_value("rewards.reward", rewards.reward)
+        _check_finite("rewards.reward", rewards.reward)
     for trajectory_id, reward in rewards.trajectory_rewards.items():
         field = f"rewards.trajectory_rewards[{trajectory_id}]"
         if trajectory_id not in trajectory_ids:
@@ -239,7 +232,7 @@ def check_rewards(
                 f"the session has no trajectory {trajectory_id!r}; it has {has}",
                 trajectory_id=trajectory_id,
             )
-        _check_reward_value(field, reward)
+        _check_finite(field, reward)
     for node_id, reward in rewards.turn_rewards.items():
         field = f"rewards.turn_rewards[{node_id}]"
         if node_id not in turns:
@@ -249,7 +242,7 @@ def check_rewards(
                 "answer's id",
                 node_id=node_id,
             )
-        _check_reward_value(field, reward)
+        _check_finite(field, reward)
 
 
 def apply_rewards(record: session_pb2.SessionRecord, rewards: session_pb2.SessionRewards) -> None:
@@ -280,8 +273,3 @@ def apply_rewards(record: session_pb2.SessionRecord, rewards: session_pb2.Sessio
     for run in runs:
         if run.node_id in rewards.turn_rewards:
             run.reward = rewards.turn_rewards[run.node_id]
-
-
-def _check_reward_value(field: str, reward: float) -> None:
-    if not math.isfinite(reward):
-        raise InvalidFieldError(field, f"{reward} is not a finite number")

@@ -323,27 +323,21 @@ def open_channel(
     target, name = target_of(address), shown.tls_server_name
     if is_tunnel(address):
         target, name = tunnel_target(address), name or address.removeprefix(_TUNNEL)
-    channel = _channel(target, options, shown, name)
+    if (files := shown.tls) is None:
+        channel = grpc.aio.insecure_channel(target, options=options)
+    else:
+        if name:
+            options.append(("grpc.ssl_target_name_override", name))
+
+        def make() -> grpc.aio.Channel:
+            pems = files.get()
+            credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.certificate)
+            return grpc.aio.secure_channel(target, credentials, options=options)
+
+        channel = RenewedChannel(make, lambda: files.revision)
     for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
         setattr(channel, kind, partial(_callable, shown.token, getattr(channel, kind)))
     return channel
-
-
-def _channel(
-    target: str, options: list[tuple[str, Any]], identity: Identity, server_name: str
-) -> grpc.aio.Channel:
-    files = identity.tls
-    if files is None:
-        return grpc.aio.insecure_channel(target, options=options)
-    if server_name:
-        options.append(("grpc.ssl_target_name_override", server_name))
-
-    def make() -> grpc.aio.Channel:
-        pems = files.get()
-        credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.certificate)
-        return grpc.aio.secure_channel(target, credentials, options=options)
-
-    return RenewedChannel(make, lambda: files.revision)
 
 
 def stub_of(channel: grpc.aio.Channel, make: Callable[[grpc.aio.Channel], _Stub]) -> _Stub:

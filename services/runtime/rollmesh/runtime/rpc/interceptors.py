@@ -68,22 +68,21 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        call = _Call(self, handler, handler_call_details)
-        make = getattr(grpc, f"{_kind(handler)}_rpc_method_handler")
+        # The kind of the method as grpc names it, such as `unary_stream`.
+        kind = "stream_" if handler.request_streaming else "unary_"
+        kind += "stream" if handler.response_streaming else "unary"
+        call = _Call(self, handler, kind, handler_call_details)
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
         wrapped: Handler = make(call.answer, call.read, handler.response_serializer)
         return wrapped
 
 
-def _kind(handler: "Handler") -> str:
-    """Returns the kind of a method as grpc names it, such as `unary_stream`."""
-    ends = (handler.request_streaming, handler.response_streaming)
-    return "_".join("stream" if streams else "unary" for streams in ends)
-
-
 def _value(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> str:
     """Returns the text of an entry, empty if there is none."""
-    found = next((value for key, value in metadata or () if key == name), "")
-    return found if isinstance(found, str) else ""
+    for key, value in metadata or ():
+        if key == name:
+            return value if isinstance(value, str) else ""
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +104,15 @@ class _Call:
     """
 
     def __init__(
-        self, server: RpcInterceptor, handler: "Handler", details: grpc.HandlerCallDetails
+        self,
+        server: RpcInterceptor,
+        handler: "Handler",
+        kind: str,
+        details: grpc.HandlerCallDetails,
     ) -> None:
         self._server = server
         self._method = details.method
-        self._inner: Callable[[Any, Context], Any] = getattr(handler, _kind(handler))
+        self._inner: Callable[[Any, Context], Any] = getattr(handler, kind)
         self._parse = handler.request_deserializer
         self._in_flight = None if handler.request_streaming else server.in_flight
         self._held = 0
@@ -181,10 +184,19 @@ class _Call:
             count_rpc(self._method, self._code, time.perf_counter() - started)
 
     async def _run(self, request: Any, context: Context) -> Any:
-        """Admits the caller, runs the handler and returns the answer of a unary method.
+        """Admits the caller, runs the handler, and sends the answers of a stream.
+
+        gRPC takes an answer only when the caller has read most of those before it. A caller that
+        stops reading but keeps its connection would never release the call and its resources, so
+        the generator is closed when an answer has waited too long. The status has to wait until the
+        caller reads on or leaves: gRPC sends nothing past an answer.
+
+        Returns:
+            The answer of a unary method.
 
         Raises:
             RollmeshError: The call or its request is refused.
+            DeadlineError: The caller did not read in time.
         """
         if self._streams_requests:
             self._requests = request
@@ -198,20 +210,6 @@ class _Call:
         answers = self._inner(self if self._streams_requests else request, context)
         if not hasattr(answers, "__aiter__"):
             return await answers  # of a unary method, or of a stream that is written to the context
-        await self._send(answers, context)
-        return None
-
-    async def _send(self, answers: AsyncGenerator[Any, None], context: Context) -> None:
-        """Sends all answers and closes their generator.
-
-        gRPC takes an answer only when the caller has read most of those before it. A caller that
-        stops reading but keeps its connection would never release the call and its resources, so
-        the generator is closed when an answer has waited too long. The status has to wait until the
-        caller reads on or leaves: gRPC sends nothing past an answer.
-
-        Raises:
-            DeadlineError: The caller did not read in time.
-        """
         self._answers = answers
         self._loop, unread_s = asyncio.get_running_loop(), self._server.unread_s
         # One timer looks periodically: an answer may be a single token.
@@ -228,6 +226,7 @@ class _Call:
         finally:
             self._timer.cancel()
             await (self._closing or answers.aclose())
+        return None
 
     def _look(self) -> None:
         """Ends the call if an answer has waited too long."""

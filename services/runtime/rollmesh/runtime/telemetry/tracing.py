@@ -196,7 +196,6 @@ def span(
     *,
     of_caller: str | None = None,
     of_agent: str | None = None,
-    of_session: str = "",
 ) -> contextlib.AbstractContextManager[Span | None]:
     """Returns the block of a span. It yields None if the span is not sampled.
 
@@ -209,7 +208,6 @@ def span(
         of_caller: `traceparent` of another service, whose word on sampling counts. If it is empty
             there is no span.
         of_agent: `traceparent` of an agent. The ratio applies to its traces too.
-        of_session: Id of a session, if the span is in the session's own trace.
     """
     if _recorder is None:
         return _OFF
@@ -218,8 +216,6 @@ def span(
     elif of_agent is not None:
         parent = _shared(place_of(of_agent))
         parent = parent if parent.trace_id else _begun()
-    elif of_session:
-        parent = place_of_session(of_session)
     else:
         here = _here.get()
         parent = (here.place if isinstance(here, Span) else here) or _begun()
