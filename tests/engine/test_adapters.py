@@ -247,6 +247,8 @@ NAMES = (
     r"layers\.\d+\.(q|k|v)_proj",
     r"layers\.[0-9]\.(?:mlp|self\-attn).+",
     r"layers\.[01]\.up_proj",
+    r"model\.layers\.(?:[0-9]|1[0-5])\.mlp\.[a-z_]+",
+    r".*\.[^.]+_proj",
     "a" * 128,
 )
 """Of modules, as users of PEFT write them."""
@@ -265,6 +267,8 @@ LONG = (
     "a**",
     "(" * 100,
     "a|b",
+    "[3-0]",
+    "[^]",
     "",
     "\n",
     "é",

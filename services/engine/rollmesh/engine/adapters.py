@@ -35,7 +35,7 @@ _CONFIG = "header.config_json"
 _RETRY_MS, _SHOWN = 1_000, 100
 _UNSUPPORTED = ("modules_to_save", "use_dora", "lora_bias", "trainable_token_indices")
 """Fields of PEFT's config that train more than the matrices, and must be empty or false."""
-_ATOM = r"(?:[\w.-]|\\[d.-]|\[(?:0-9|\w+)\])"
+_ATOM = r"(?:[\w.-]|\\[d.-]|\[\^?(?:\w-\w|[\w.])+\])"
 _NAME = re.compile(rf"\^?(?:{_ATOM}[*+]?|\((?:\?:)?{_ATOM}+(?:\|{_ATOM}+)*\))+\$?", re.ASCII)
 """A name in a pattern of PEFT's config. It may repeat characters and choose from alternatives."""
 _MOST_CHARS, _MOST_CHOICES = 128, 2
@@ -110,13 +110,23 @@ def _pattern(config: dict[str, Any], field: str) -> dict[str, Any]:
     if not isinstance(pattern, dict):
         raise InvalidFieldError(_CONFIG, f"{field}: is no object; give values by module")
     for name in pattern:
-        if len(name) > _MOST_CHARS or not _NAME.fullmatch(name) or _choices(name) > _MOST_CHOICES:
+        if not _is_bounded(name):
             raise InvalidFieldError(
                 _CONFIG,
                 f"{field}[{name!r:.{_SHOWN}}]: is not taken; give the name of a module, at most "
                 f"{_MOST_CHARS} characters with {_MOST_CHOICES} of .*, \\d+ or (a|b)",
             )
     return pattern
+
+
+def _is_bounded(name: str) -> bool:
+    if len(name) > _MOST_CHARS or not _NAME.fullmatch(name) or _choices(name) > _MOST_CHOICES:
+        return False
+    try:
+        re.compile(name)
+    except re.error:  # a range such as [3-0]
+        return False
+    return True
 
 
 def _choices(name: str) -> int:
