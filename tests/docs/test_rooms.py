@@ -9,7 +9,7 @@ CEILINGS = {
     "services/runtime/rollmesh/mesh": (4_663, 11),
     "services/gateway/rollmesh/chat": (8_248, 40),
     "services/gateway/rollmesh/gateway": (10_963, 28),
-    "services/engine/rollmesh/engine": (8_154, 32),
+    "services/engine/rollmesh/engine": (8_157, 32),
     "services/router/rollmesh/router": (4_776, 17),
     "services/collector/rollmesh/collector": (5_449, 14),
     "services/collector/rollmesh/scorer": (367, 6),

@@ -182,7 +182,7 @@ async def test_an_upload_that_breaks_off_or_is_too_large_changes_nothing(
 ) -> None:
     with pytest.raises(InvalidWeightsError, match="were announced"):
         await engine.load_adapter("math", 1, DATA, safetensors_bytes=len(DATA) + 1)
-    with pytest.raises(InvalidFieldError, match="at most"):
+    with pytest.raises(InvalidFieldError, match=r"at most \d+ at max_adapter_rank=16"):
         await engine.load_adapter("math", 1, DATA, safetensors_bytes=2**40)
     with pytest.raises(InvalidFieldError, match="safetensors_bytes"):
         await engine.load_adapter("math", 1, b"")
@@ -209,8 +209,8 @@ async def test_an_engine_without_room_takes_no_adapters(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"peft_type": "IA3"}, "peft_type"),
-        ({"r": 17}, "max_adapter_rank"),
-        ({"r": 0}, "r:"),
+        ({"r": 17}, "r: is 17; give 1 to 16, or start the engine with max_adapter_rank=17"),
+        ({"r": 0}, "r: is 0; give 1 to 16$"),
         ({"r": True}, "r:"),
         ({"lora_alpha": "8"}, "lora_alpha"),
         ({"lora_alpha": float("nan")}, "lora_alpha"),
@@ -218,7 +218,10 @@ async def test_an_engine_without_room_takes_no_adapters(tmp_path: Path) -> None:
         ({"target_modules": []}, "target_modules"),
         ({"target_modules": [1]}, "target_modules"),
         ({"use_dora": True}, "use_dora"),
-        ({"rank_pattern": {"q_proj": 17}}, r"rank_pattern\['q_proj'\]: is 17; .*max_adapter_rank"),
+        (
+            {"rank_pattern": {"q_proj": 17}},
+            r"rank_pattern\['q_proj'\]: is 17; .*max_adapter_rank=17",
+        ),
         ({"rank_pattern": {"q_proj": "2"}}, "rank_pattern"),
         ({"rank_pattern": [2]}, "rank_pattern: is no object"),
         ({"alpha_pattern": {"q_proj": float("inf")}}, r"alpha_pattern\['q_proj'\]: is inf"),

@@ -82,10 +82,10 @@ def read_config(text: str, max_rank: int) -> dict[str, Any]:
         )
     for name, one in {"r": rank, **_fields("rank_pattern", ranks)}.items():
         if type(one) is not int or not 0 < one <= max_rank:
+            above = type(one) is int and one > 0
+            more = f", or start the engine with max_adapter_rank={one!r:.80}" if above else ""
             raise InvalidFieldError(
-                _CONFIG,
-                f"{name:.{_SHOWN}}: is {one!r}; give 1 to {max_rank}, or start the engine with a "
-                "higher max_adapter_rank",
+                _CONFIG, f"{name:.{_SHOWN}}: is {one!r:.80}; give 1 to {max_rank}{more}"
             )
     for name, one in {"lora_alpha": alpha, **_fields("alpha_pattern", alphas)}.items():
         if type(one) not in {int, float} or not abs(one) <= sys.float_info.max:
@@ -228,11 +228,11 @@ class Adapters:
                 self._changed.set()
                 return
             self._check_room(replaced)
-            if header.safetensors_bytes > self._backend.limits.max_adapter_bytes:
+            if header.safetensors_bytes > (most := self._backend.limits.max_adapter_bytes):
                 raise InvalidFieldError(
                     "header.safetensors_bytes",
-                    f"is {header.safetensors_bytes}; adapters of the model have at most "
-                    f"{self._backend.limits.max_adapter_bytes}",
+                    f"is {header.safetensors_bytes}; adapters of the model have at most {most} at "
+                    f"max_adapter_rank={self._max_rank}",
                 )
             self._control.check_awake()  # an upload would be for nothing
             if self._scratch is None:

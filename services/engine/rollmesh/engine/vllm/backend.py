@@ -700,8 +700,14 @@ class VllmBackend:
         """Loads weights that were checked."""
         started = clock.monotonic_ms()
         try:
-            await self._load(source)
-            await self._llm.update_weight_version(str(policy_version))
+            if isinstance(source, Path):  # both at once: the model stands still meanwhile
+                await asyncio.gather(
+                    self._on_workers("load_checked_weights", str(source)),
+                    self._llm.update_weight_version(str(policy_version)),
+                )
+            else:
+                await self._load_transfer(source)
+                await self._llm.update_weight_version(str(policy_version))
             self._policy_version = policy_version
         except (WeightTransferError, EngineDeadError):
             raise
@@ -733,10 +739,7 @@ class VllmBackend:
         if problem:
             raise InvalidWeightsError("weights", problem)
 
-    async def _load(self, source: Path | Transfer) -> None:
-        if isinstance(source, Path):
-            await self._on_workers("load_checked_weights", str(source))
-            return
+    async def _load_transfer(self, source: Transfer) -> None:
         problems = await self._transfer_call("load_transfer", list(source.updates))
         if all(problems):
             raise WeightTransferError(_first(problems))
