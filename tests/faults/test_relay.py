@@ -32,7 +32,7 @@ from tests.locks import Locks
 from tests.meshes import Mesh, delivered, until_free, write_script
 from tests.processes import ServiceProcess
 from tests.trial_certificates import copy_certificates
-from tests.waiting import until
+from tests.waiting import until, until_says
 
 SAID, REPLY = "plain", "The answer is 42, and there is more to say about it than one may think."
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": SAID}]}
@@ -431,12 +431,12 @@ async def test_a_relay_without_a_sidecar_waits_and_then_refuses(
             assert (await asking).choices[0].message.content == REPLY
 
 
-async def test_only_sidecars_with_a_token_may_dial_and_agents_see_the_certificate(
+async def test_only_sidecars_with_an_accepted_token_have_tunnels_and_agents_see_the_certificate(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     locks, certificates = Locks(tmp_path / "locks"), tmp_path / "certificates"
     copy_certificates(certificates)
-    async with hidden_mesh(tmp_path, tokenizer_dir, 0) as (mesh, _):
+    async with hidden_mesh(tmp_path, tokenizer_dir, 0, tokens_per_second=6) as (mesh, _):
         await mesh.processes["relay"].kill()
         await start_relay(
             mesh,
@@ -455,7 +455,24 @@ async def test_only_sidecars_with_a_token_may_dial_and_agents_see_the_certificat
                     answer = await http.post(f"{url}/chat/completions", json=ASK, ssl=tls)
                     assert answer.status == status
                     body = await answer.json()
-            assert body["choices"][0]["message"]["content"] == REPLY
+                assert body["choices"][0]["message"]["content"] == REPLY
+                accepted = locks.folder / "accepted" / "sidecar"
+                async with http.post(
+                    f"{url}/chat/completions", json=ASK | STREAM, ssl=tls
+                ) as answer:
+                    begin = await answer.content.readany()
+                    accepted.write_text("n" * 32)  # the tunnel's token is removed
+                    locks.token_file("sidecar").write_text("n" * 32)
+                    log = tmp_path / "sidecar-0" / "sidecar.log"
+                    await until_says(log, "not accepted any longer")
+                    assert (begin + await answer.read()).endswith(b"data: [DONE]\n\n")
+                accepted.write_text("")
+
+                async def is_refused() -> bool:
+                    async with http.get(f"{url}/models", ssl=tls) as answer:
+                        return bool(answer.status == 503)
+
+                await until(is_refused)
 
 
 class Far:

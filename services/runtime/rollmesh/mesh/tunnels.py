@@ -30,7 +30,7 @@ import grpc
 from rollmesh.internal.v1 import tunnels_pb2, tunnels_pb2_grpc
 from rollmesh.mesh.routers import Routers, addresses_of
 from rollmesh.runtime import Backoff, clock, first_of
-from rollmesh.runtime.access import Identity
+from rollmesh.runtime.access import Identity, check_caller
 from rollmesh.runtime.errors import (
     DeadlineError,
     InvalidFieldError,
@@ -243,6 +243,7 @@ class Tunnel:
 
         Raises:
             DeadlineError: The other end was silent for 10 s.
+            CallerUnknownError: The token of the caller is not accepted any longer.
             RollmeshError: The call has failed, or `end` was called.
         """
         try:
@@ -337,6 +338,7 @@ class Tunnel:
                     message = await anext(messages, None)
                 if message is None:
                     raise RemoteError("the other end ended the tunnel", "UNAVAILABLE")
+                check_caller()
                 self._take(message.frame)
         except TimeoutError:
             if self._error is None:

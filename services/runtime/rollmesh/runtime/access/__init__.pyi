@@ -4,6 +4,7 @@ from rollmesh.runtime.access.guard import (
     Failures as Failures,
     address_of as address_of,
     caller_roles as caller_roles,
+    check_caller as check_caller,
 )
 from rollmesh.runtime.access.identity import (
     CallerConfig as CallerConfig,

@@ -13,7 +13,7 @@ import grpc
 
 from rollmesh.runtime import clock
 from rollmesh.runtime.access.roles import OPEN, TABLE, Role, may_call, roles_of
-from rollmesh.runtime.access.tokens import AcceptedTokens, token_of
+from rollmesh.runtime.access.tokens import AcceptedTokens, digest_of, token_of
 from rollmesh.runtime.errors import CallerUnknownError, RoleRefusedError, RollmeshError
 
 # Calls that were refused, by the address that they came from.
@@ -72,11 +72,23 @@ _MOST_DRAINED = 64
 _SILENCE_S = 1.0
 
 _caller: ContextVar[frozenset[Role] | None] = ContextVar("caller", default=None)
+_roles_now: ContextVar[Callable[[], frozenset[Role]] | None] = ContextVar("roles", default=None)
 
 
 def caller_roles() -> frozenset[Role] | None:
     """Returns the roles of the running call's caller, or None if the server is open."""
     return _caller.get()
+
+
+def check_caller() -> None:
+    """Does nothing while the running call's caller has the roles with which it was let in.
+
+    Raises:
+        CallerUnknownError: Its token is not accepted any longer.
+    """
+    now = _roles_now.get()
+    if now is not None and not now() >= (caller_roles() or _NOBODY):
+        raise CallerUnknownError("authorization: the token is not accepted any longer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +99,8 @@ class Entry:
     """Full name of the method."""
     roles: frozenset[Role]
     """Roles that its token shows."""
-    token: bool
-    """Whether it has a token."""
+    digest: bytes | None
+    """Of its token. None if it has none."""
 
 
 class Guard:
@@ -117,10 +129,10 @@ class Guard:
     def meet(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Entry:
         """Returns a call with the roles that its token shows."""
         if method in OPEN:
-            return Entry(method, _NOBODY, token=False)
+            return Entry(method, _NOBODY, None)
         token = token_of(metadata)
-        roles = self._tokens.roles(token) if self._tokens and token is not None else _NOBODY
-        return Entry(method, roles, token=token is not None)
+        digest = None if token is None else digest_of(token)
+        return Entry(method, self._roles(digest), digest)
 
     def is_refused(self, entry: Entry) -> bool:
         """Returns whether a call is refused whatever its certificate says, so it is not parsed."""
@@ -140,11 +152,11 @@ class Guard:
             CallerUnknownError: It shows no token or certificate that is accepted.
             RoleRefusedError: None of its roles may call the method.
         """
-        roles = entry.roles
-        if self._certificates:
-            roles |= roles_of(context.auth_context())
+        certified = roles_of(context.auth_context()) if self._certificates else _NOBODY
+        roles = entry.roles | certified
         if may_call(entry.method, roles):
             _caller.set(roles)
+            _roles_now.set(lambda: self._roles(entry.digest) | certified)
             return
         reason, error = _refusal(entry, roles)
         self._count(reason)
@@ -161,6 +173,9 @@ class Guard:
             finally:
                 self._waiting -= 1
         raise error
+
+    def _roles(self, digest: bytes | None) -> frozenset[Role]:
+        return self._tokens.roles_of(digest) if self._tokens and digest is not None else _NOBODY
 
 
 async def _drained(requests: AsyncIterator[Any]) -> None:
@@ -179,7 +194,7 @@ def _refusal(entry: Entry, roles: frozenset[Role]) -> tuple[str, RollmeshError]:
             f"role {', '.join(sorted(roles))} may not call {entry.method}, which is for {allowed}",
             roles=",".join(sorted(roles)),
         )
-    if entry.token:
+    if entry.digest is not None:
         return "unknown_token", CallerUnknownError(
             f"authorization: the token is not accepted here; {entry.method} is for {allowed}"
         )

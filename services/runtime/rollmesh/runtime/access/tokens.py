@@ -31,6 +31,11 @@ def digest_line(token: str) -> str:
     return f"sha256:{sha256(token.encode()).hexdigest()}"
 
 
+def digest_of(token: str) -> bytes:
+    """Returns the digest of a caller's token, which may have any characters."""
+    return sha256(token.encode(errors="replace")).digest()
+
+
 class AcceptedTokens:
     """The tokens that a server accepts, as digests. Each shows one role or several."""
 
@@ -55,7 +60,10 @@ class AcceptedTokens:
 
     def roles(self, token: str) -> frozenset[Role]:
         """Returns the roles that a token shows, none if it is not accepted."""
-        digest = sha256(token.encode(errors="replace")).digest()
+        return self.roles_of(digest_of(token))
+
+    def roles_of(self, digest: bytes) -> frozenset[Role]:
+        """Returns the roles that a token shows, by its digest."""
         # Every digest is compared, each in constant time: no answer tells how close a guess was.
         return frozenset(
             role
@@ -114,7 +122,7 @@ class TokensOfFile:
 
     def has(self, token: str) -> bool:
         """Returns whether a token is one of them."""
-        digest = sha256(token.encode(errors="replace")).digest()
+        digest = digest_of(token)
         # Every digest is compared, each in constant time: no answer tells how close a guess was.
         same = [hmac.compare_digest(accepted, digest) for accepted in self._digests.get()]
         return any(same)
