@@ -10,8 +10,8 @@ import pytest_asyncio
 
 from rollmesh.client import Session
 from rollmesh.record import documents_of, leaves_as_result, write_documents
-from rollmesh.v1 import session_pb2
-from tests.collector.records import record, tree_record, with_images
+from rollmesh.v1 import session_pb2, trajectory_pb2
+from tests.collector.records import record, trajectory, tree_record, with_images
 from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.record.readers import read_by
 
@@ -151,7 +151,8 @@ async def test_sub_agents_are_embedded_and_compactions_continue(mesh: Mesh, tmp_
         await client.declare_lineage(
             session, [("m1", "s1", "subagent_call"), ("m2", "c1", "compaction")]
         )
-    main, compacted = written(await stored(mesh, session), tmp_path)
+    one = await stored(mesh, session)
+    main, compacted = written(one, tmp_path)
     (sub,) = main["subagent_trajectories"]
     assert [step["message"] for step in sub["steps"]] == [
         "You help.", "sub task", "The sub-agent's answer.",
@@ -164,6 +165,10 @@ async def test_sub_agents_are_embedded_and_compactions_continue(mesh: Mesh, tmp_
     assert [one["lineage_rule"] for one in labels] == ["MAIN_PATH", ""]  # the other is declared
     assert main["continued_trajectory_ref"] == f"{compacted['trajectory_id']}.json"
     assert "is_copied_context" not in compacted["steps"][-1]
+    for row in one.trajectories:
+        if row.lineage == trajectory_pb2.LINEAGE_COMPACTION:
+            row.reasons.append(trajectory_pb2.FIDELITY_REASON_COMPACTION_REJECTED)
+    assert "continued_trajectory_ref" not in documents_of(leaves_as_result(one))[0]
 
 
 async def test_a_sub_agent_of_a_sub_agent_is_embedded_in_it(mesh: Mesh, tmp_path: Path) -> None:
@@ -203,6 +208,49 @@ def told(one: session_pb2.SessionRecord, *nodes: list[Any]) -> session_pb2.Sessi
     one.trajectories[0].leaf_node_id = len(nodes)
     one.trajectories[0].trajectory_id = f"{one.session_id}-{len(nodes)}"
     return one
+
+
+def branches() -> session_pb2.SessionRecord:
+    """Two answers, nodes 3 and 4, after a turn that the second trains, and a sub-agent of it."""
+    one = record("shared")
+    rows = [one.trajectories[0], *(one.trajectories.add() for _ in range(2))]
+    for row, leaf in zip(rows, (3, 4, 5), strict=True):
+        row.CopyFrom(trajectory("shared"))
+        row.trajectory_id, row.leaf_node_id = f"shared-{leaf}", leaf
+        row.segments.add().CopyFrom(row.segments[1])
+        row.segments[1].end = row.segments[2].start = 4
+        row.segments[2].node_id = leaf
+    rows[0].segments[1].trained = False
+    rows[1].lineage, rows[2].lineage = (
+        trajectory_pb2.LINEAGE_SIBLING,
+        trajectory_pb2.LINEAGE_SUB_AGENT,
+    )
+    for node_id, segment in zip((6, 7, 5), rows[2].segments, strict=True):
+        segment.node_id = node_id
+    edge = trajectory_pb2.LineageEdge(type="subagent_call")
+    one.edges.add(edge=edge, source_node_ids=[2], target_node_ids=[7])
+    return one
+
+
+async def test_a_shared_step_and_its_sub_agent_are_of_the_document_that_trains_it() -> None:
+    main, other = documents_of(leaves_as_result(branches()), str)
+    copied = [
+        [step.get("is_copied_context", False) for step in one["steps"]] for one in (main, other)
+    ]
+    assert copied == [[False, True, False], [True, False, False]]
+    assert "subagent_trajectories" not in main
+    (sub,) = other["subagent_trajectories"]
+    (result,) = other["steps"][1]["observation"]["results"]
+    assert result == {"subagent_trajectory_ref": [{"trajectory_id": sub["trajectory_id"]}]}
+
+
+async def test_the_steps_up_to_the_recorded_node_that_a_session_starts_from_are_copies() -> None:
+    one = branches()
+    one.origin.kind = session_pb2.ORIGIN_KIND_TOKENS
+    one.origin.nodes.add(session_id="before", node_id=2, tokens=4)
+    for document in documents_of(leaves_as_result(one), str):
+        copied = [step.get("is_copied_context", False) for step in document["steps"]]
+        assert copied == [True, True, False]
 
 
 STRANGE = [

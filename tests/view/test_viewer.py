@@ -17,7 +17,7 @@ from rollmesh.client import Client, Rewards, Session, evaluate, start_of_atif
 from rollmesh.runtime import label_words, mask_words
 from rollmesh.runtime.errors import CallerUnknownError, InvalidFieldError
 from tests.locks import Locks
-from tests.meshes import Mesh, scripted_mesh
+from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.processes import run_refused, running
 from tests.waiting import until
 
@@ -404,15 +404,31 @@ async def test_the_load_of_a_mesh_and_what_happened_are_shown_over_time(
             await until(happened)
 
 
-async def test_sixty_four_readers_and_the_death_of_a_viewer_disturb_no_session(
+async def test_two_viewers_of_whom_one_is_killed_show_the_same_and_take_nothing_from_consumers(
     shared: Mesh,
 ) -> None:
-    async with shared.client() as client:
+    async def rows(http: httpx2.AsyncClient) -> Any:
+        found = (await http.get("/api/sessions", params={"limit": 1000})).json()["rows"]
+        return {
+            one["session_id"]: {name: one[name] for name in one if name != "n"} for one in found
+        }
+
+    async with shared.client() as client, viewer(shared) as other:
         async with viewer(shared) as http:
             reads = [asyncio.create_task(http.get("/api/series")) for _ in range(100)]
-            await conversation(shared, client, run_id="watched")
+            watched = await conversation(shared, client, run_id="watched")
             answers = await asyncio.gather(*reads)
+            for one in (http, other):
+                await listed(one, run_id="watched")
         assert {one.status_code for one in answers} <= {200, 503}
-        await conversation(shared, client, run_id="unwatched")
+        unwatched = await conversation(shared, client, run_id="unwatched")
         async with viewer(shared) as http:
-            assert (await listed(http, run_id="unwatched"))["rows"][0]["reward"] == 0.5
+
+            async def is_same() -> bool:
+                found = await rows(http)
+                known = {watched.session_id, unwatched.session_id} <= found.keys()
+                return known and found == await rows(other)
+
+            await until(is_same)
+            for session in (watched, unwatched):
+                assert (await delivered(client, session)).reward == 0.5
