@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (10_061, 58),
+    "services/runtime/rollmesh/runtime": (10_062, 58),
     "services/runtime/rollmesh/mesh": (4_665, 11),
     "services/gateway/rollmesh/chat": (8_248, 40),
     "services/gateway/rollmesh/gateway": (10_963, 28),

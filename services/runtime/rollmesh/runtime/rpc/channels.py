@@ -9,6 +9,7 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
     AsyncIterator,
+    Awaitable,
     Callable,
     Coroutine,
     Iterable,
@@ -481,7 +482,7 @@ async def read_stream(call: Any) -> AsyncGenerator[Any, None]:
         call.cancel()
 
 
-async def read_answer(call: Any) -> Any:
+async def read_answer(call: Awaitable[_Answer]) -> _Answer:
     """Returns the answer of a call that sends a stream, or raises its typed error."""
     with typed_errors(call):
         return await call
