@@ -281,11 +281,11 @@ def trajectory_columns(rows: Sequence[Row]) -> TrajectoryColumns:
         reasons=tuple(row.trajectory.reasons for row in rows),
         group_index=_indexes([row.session.group for row in rows]),
         session_index=_indexes([row.session.session_id for row in rows]),
-        sample_index=_integers([row.session.sample_index for row in rows]),
-        trajectory_index=_integers([row.index for row in rows]),
-        num_tokens=_integers([len(row) for row in rows]),
-        prompt_tokens=_integers([row.trajectory.prompt_tokens for row in rows]),
-        num_turns=_integers([row.trajectory.turns for row in rows]),
+        sample_index=np.array([row.session.sample_index for row in rows], np.int64),
+        trajectory_index=np.array([row.index for row in rows], np.int64),
+        num_tokens=np.array([len(row) for row in rows], np.int64),
+        prompt_tokens=np.array([row.trajectory.prompt_tokens for row in rows], np.int64),
+        num_turns=np.array([row.trajectory.turns for row in rows], np.int64),
         reward=np.array([row.reward for row in rows], np.float32),
     )
 
@@ -320,10 +320,6 @@ def group_advantages(
     return advantages.astype(np.float32)
 
 
-def _integers(values: list[int]) -> NDArray[np.int64]:
-    return np.array(values, np.int64)
-
-
 def _indexes(values: Sequence[Hashable]) -> NDArray[np.int64]:
     numbers: dict[Hashable, int] = {}
-    return _integers([numbers.setdefault(value, len(numbers)) for value in values])
+    return np.array([numbers.setdefault(value, len(numbers)) for value in values], np.int64)

@@ -193,7 +193,7 @@ class PostgresStore(Store):
 
     def tell(self, tx: Transaction, consumer: str, *, moved: bool = False) -> None:
         """Tells the other collectors that a consumer was changed, or that its units are void."""
-        changes = tx.add(_CHANGES)
+        changes = tx.next(_CHANGES)
         if moved:
             tx.db.run(
                 "UPDATE consumers SET moved_at = ?1, moved_by = ?2 WHERE name = ?3",

@@ -104,9 +104,13 @@ class Transaction:
             self._totals[name] = int(row[0]) if row else 0
         return self._totals[name] + self._added[name]
 
-    def add(self, name: str, value: int = 1) -> int:
-        """Adds to a total and returns it."""
+    def add(self, name: str, value: int) -> None:
+        """Adds to a total."""
         self._added[name] += value
+
+    def next(self, name: str) -> int:
+        """Counts a total up and returns it."""
+        self._added[name] += 1
         return self.total(name)
 
     def set(self, name: str, value: int) -> None:
@@ -271,7 +275,7 @@ def _add_to_logs(
     """
     if not sessions:
         return
-    made = [(tx.add(LAST_SEQ), one, "[]", 0, now_ms) for one, _ in sessions]
+    made = [(tx.next(LAST_SEQ), one, "[]", 0, now_ms) for one, _ in sessions]
     _add_units(tx, SESSION_LOG, made)
     _decide(tx, GROUP_LOG, log.SHARED_POLICY, sessions, groups, now_ms)
 
@@ -359,7 +363,7 @@ def _form_units(
         formed = log.form(consumer.groups, size, members[key], now_ms - first_ms)
         if formed is None:
             continue
-        seq, made_ms = positions.get(key) or (tx.add(LAST_SEQ), now_ms)
+        seq, made_ms = positions.get(key) or (tx.next(LAST_SEQ), now_ms)
         units.append((seq, key, json.dumps(formed.members), int(formed.partial), made_ms))
         dropped += [(consumer.name, key, now_ms)] * formed.dropped
         entries += log.entries_of(key, formed, members[key], now_ms)
@@ -547,7 +551,7 @@ def _list_change(tx: Transaction, session_id: str) -> None:
     tx.db.run(
         "INSERT INTO changes VALUES (?1, ?2) ON CONFLICT (session_id) DO UPDATE SET n = excluded.n",
         session_id,
-        tx.add(_CHANGE),
+        tx.next(_CHANGE),
     )
 
 
@@ -937,7 +941,7 @@ def create_checkpoint(
         tx.db.run(
             "INSERT INTO checkpoints (consumer, checkpoint_id, n, start_seq, policy_version,"
             " made_ms) VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
-            *(name, made, tx.add(_LAST_CHECKPOINT), known.start_seq, version, now_ms),
+            *(name, made, tx.next(_LAST_CHECKPOINT), known.start_seq, version, now_ms),
         )
         untrained = tx.db.listed(request.untrained_delivery_ids)
         rows = tx.db.rows(

@@ -262,10 +262,6 @@ class Consumer:
             stream.stalled = slow
         return is_more
 
-    def next_expiry_ms(self) -> int | None:
-        """Returns when the next lease expires, or None if nothing is leased."""
-        return min((lease.expires_ms for lease in self.leased.values()), default=None)
-
     def _return(self, lease: DeliveryLease) -> None:
         del self.leased[lease.unit.unit_id]
         self.add(lease.unit)
@@ -324,11 +320,9 @@ class Subscriptions:
 
     def end_streams(self) -> None:
         """Ends every stream because the service is stopping. The consumers reconnect."""
-        for stream in self._streams():
-            stream.end(ShuttingDownError("the collector is shutting down; subscribe again"))
-
-    def _streams(self) -> list[Stream]:
-        return [stream for consumer in self._known.values() for stream in consumer.streams]
+        for consumer in self._known.values():
+            for stream in consumer.streams:
+                stream.end(ShuttingDownError("the collector is shutting down; subscribe again"))
 
     async def finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Runs work to completion even if the caller is cancelled.
@@ -497,8 +491,9 @@ class Subscriptions:
                 await self.store.release(consumer.name)
 
     def _wake_all(self) -> None:
-        for stream in self._streams():
-            stream.wake.set()
+        for consumer in self._known.values():
+            for stream in consumer.streams:
+                stream.wake.set()
 
     async def stream(
         self, requests: AsyncIterator[pb.SubscribeRequest]
@@ -658,8 +653,8 @@ class Subscriptions:
 
     async def _wait(self, stream: Stream) -> None:
         """Waits for something to do. Wakes up when a lease expires."""
-        now, expiry = clock.monotonic_ms(), stream.consumer.next_expiry_ms()
-        left_s = None if expiry is None else max(expiry - now, 0) / 1000
+        ends_ms = [lease.expires_ms for lease in stream.consumer.leased.values()]
+        left_s = max(min(ends_ms) - clock.monotonic_ms(), 0) / 1000 if ends_ms else None
         with suppress(TimeoutError):
             async with asyncio.timeout(left_s):
                 await stream.wake.wait()

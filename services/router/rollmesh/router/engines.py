@@ -174,11 +174,6 @@ class Engine:
         self.turns[lease.adapter] += 1
         self.most_held = max(self.most_held, len(self.held))
 
-    def free(self, lease: Lease) -> None:
-        """Frees a slot."""
-        self.held.remove(lease)
-        self.turns[lease.adapter] -= 1
-
     def report(self, generations: int) -> None:
         """Takes the reported number of running and waiting generations.
 

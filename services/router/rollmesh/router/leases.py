@@ -654,7 +654,8 @@ class LeaseTable:
     ) -> bool:
         """Frees the slot of a lease. Returns whether the circuit of its engine changed."""
         engine = lease.engine
-        engine.free(lease)
+        engine.held.remove(lease)
+        engine.turns[lease.adapter] -= 1
         self.leases -= 1
         self.fleet.touch(engine)
         return engine.circuit.end(lease.epoch, outcome, now_ms, self._circuits)

@@ -144,7 +144,7 @@ class AnswerCheck:
         run = self._read_tokens(response)
         ids, finishes = run.token_ids.tolist(), response.HasField("finish")
         sampled = self._sampled + len(ids)
-        received = {response.finish.prompt_crc32} if finishes else set[int]()
+        received: set[int] = {response.finish.prompt_crc32} if finishes else set()
         if response.HasField("prompt_crc32"):
             received.add(response.prompt_crc32)
         if received - {self._expected.prompt_crc32}:

@@ -100,7 +100,8 @@ class Boundaries:
                 )
             return after[len(lead) :]
         # After an answer: the text behind the token that ends it.
-        alone, end = self._render(window, options), self._end_of(window[-1])
+        alone = self._render(window, options)
+        end = self.ends.call if window[-1].tool_calls else self.ends.text
         # If content is not printed beside calls, the last end token is that of the answer.
         at = alone.rfind(end, max(alone.find(MARKER), 0))
         if at >= 0 and text.startswith(alone[: at + len(end)]):
@@ -130,7 +131,8 @@ class Boundaries:
         if closing is None:
             raise TemplateRenderError(f"the template does not print {place} messages")
         if place == "assistant":
-            end, follower = self._end_of(group[0]), text.rfind(FOLLOWED)
+            end = self.ends.call if group[0].tool_calls else self.ends.text
+            follower = text.rfind(FOLLOWED)
             at = max(text.rfind(one, 0, follower) for one in self.ends.headers.values() or (end,))
             if at < 0:
                 raise TemplateRenderError("the template does not end an answer in the history")
@@ -145,9 +147,6 @@ class Boundaries:
         text = self._template.printed((ASKED, said, result(FOLLOWED)), self._options)
         self.says_after_results = 0 <= text.find(FOLLOWED) < text.find(MARKER)
         return MARKER if text and not self.says_after_results else ""
-
-    def _end_of(self, answer: Message) -> str:
-        return self.ends.call if answer.tool_calls else self.ends.text
 
     def _learn(self, place: Place) -> None:
         """Finds the lead and the closing of a place, unless the template refuses it."""
@@ -340,25 +339,21 @@ class Cutter:
         """Returns the text of groups that begin a conversation."""
         messages = tuple(message for group in groups for message in group)
         text = self._template.render((*messages, *followers(groups[-1])), context)
-        _, boundaries = self._over(groups)
+        _, boundaries = self._behind_system if groups[0][0].role == "system" else self._plain
         return boundaries.without_closing(place(groups, len(groups)), groups[-1], text)
 
     def _delta(self, groups: Sequence[MessageGroup], at: int, context: RenderContext) -> str:
         """Returns the text that a group adds after others."""
         options = context if self.repeats_tools else replace(self._options, now=context.now)
         before, group = place(groups, at), groups[at]
-        template, boundaries = self._over(groups)
+        begins_with_system = groups[0][0].role == "system"
+        template, boundaries = self._behind_system if begins_with_system else self._plain
         window = boundaries.window(before, groups[at - 1])
-        first, role = groups[0], group[0].role
-        if self.moves_system and at > 1 and role == "user" and first[0].role == "system":
-            window = (*first, *window)
+        if self.moves_system and at > 1 and group[0].role == "user" and begins_with_system:
+            window = (*groups[0], *window)
         text = template.render((*window, *group, *followers(group)), options)
         after = boundaries.after(before, window, text, options)
         return boundaries.without_closing(place(groups, at + 1), group, after)
-
-    def _over(self, groups: Sequence[MessageGroup]) -> tuple[ModelTemplate, Boundaries]:
-        """Returns the windows over which a conversation is cut."""
-        return self._behind_system if groups[0][0].role == "system" else self._plain
 
 
 def _begun(
