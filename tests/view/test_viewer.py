@@ -427,7 +427,7 @@ async def test_two_viewers_of_whom_one_is_killed_show_the_same_and_take_nothing_
             async def is_same() -> bool:
                 found = await rows(http)
                 known = {watched.session_id, unwatched.session_id} <= found.keys()
-                return known and found == await rows(other)
+                return bool(known and found == await rows(other))
 
             await until(is_same)
             for session in (watched, unwatched):
