@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from rollmesh.client import Session
 from rollmesh.record import documents_of, leaves_as_result, write_documents
-from rollmesh.v1 import session_pb2, trajectory_pb2
+from rollmesh.v1 import chat_pb2, session_pb2, trajectory_pb2
 from tests.collector.records import record, trajectory, tree_record, with_images
 from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.record.readers import read_by
@@ -221,6 +221,7 @@ def branches() -> session_pb2.SessionRecord:
         row.segments[1].end = row.segments[2].start = 4
         row.segments[2].node_id = leaf
     rows[0].segments[1].trained = False
+    rows[1].reward = 0.25
     rows[1].lineage, rows[2].lineage = (
         trajectory_pb2.LINEAGE_SIBLING,
         trajectory_pb2.LINEAGE_SUB_AGENT,
@@ -239,6 +240,7 @@ async def test_a_shared_step_and_its_sub_agent_are_of_the_document_that_trains_i
     ]
     assert copied == [[False, True, False], [True, False, False]]
     assert "subagent_trajectories" not in main
+    assert [one["extra"]["rollmesh"]["reward"] for one in (main, other)] == [0.0, 0.25]
     (sub,) = other["subagent_trajectories"]
     (result,) = other["steps"][1]["observation"]["results"]
     assert result == {"subagent_trajectory_ref": [{"trajectory_id": sub["trajectory_id"]}]}
@@ -248,9 +250,31 @@ async def test_the_steps_up_to_the_recorded_node_that_a_session_starts_from_are_
     one = branches()
     one.origin.kind = session_pb2.ORIGIN_KIND_TOKENS
     one.origin.nodes.add(session_id="before", node_id=2, tokens=4)
+    for row in one.trajectories:
+        row.segments[0].role = chat_pb2.ROLE_ASSISTANT  # the caller gave it
     for document in documents_of(leaves_as_result(one), str):
+        given = document["steps"][0]
+        assert (given["source"], given["llm_call_count"]) == ("agent", 0)
         copied = [step.get("is_copied_context", False) for step in document["steps"]]
         assert copied == [True, True, False]
+
+
+async def test_answers_and_results_that_the_caller_gave_are_steps_and_copies_of_them(
+    tmp_path: Path,
+) -> None:
+    result = {"role": "tool", "content": "4", "tool_call_id": "of another conversation"}
+    said = [user("Hi"), {"role": "assistant", "content": "Given."}, result]
+    one = told(record("given"), said, [{"role": "assistant", "content": "One."}])
+    other = one.trajectories.add()
+    other.CopyFrom(one.trajectories[0])
+    other.trajectory_id, other.leaf_node_id, other.segments[1].node_id = "given-3", 3, 3
+    data = b'[{"role": "assistant", "content": "Two."}]'
+    one.messages.add(node_id=3, parent_node_id=1, data=data, data_bytes=len(data))
+    first, second = written(one, tmp_path)
+    assert [step.get("llm_call_count") for step in first["steps"]] == [None, 0, None, 1]
+    assert first["steps"][2]["observation"]["results"] == [{"content": "4"}]
+    assert ["is_copied_context" in step for step in first["steps"]] == [False] * 4
+    assert ["is_copied_context" in step for step in second["steps"]] == [True] * 3 + [False]
 
 
 STRANGE = [
@@ -296,7 +320,7 @@ async def test_images_are_files_and_malformed_arguments_are_extra(tmp_path: Path
     url = {"url": f"sha256:{one.images[0].sha256}"}
     shown = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": url}]
     function = {"name": "look", "arguments": '{"at": '}
-    calls = [{"id": "call-1", "type": "function", "function": function}]
+    calls = [{"type": "function", "function": function}]
     told(
         one,
         [{"role": "user", "content": shown}],
@@ -308,7 +332,7 @@ async def test_images_are_files_and_malformed_arguments_are_extra(tmp_path: Path
     assert text == {"type": "text", "text": "See"}
     assert (tmp_path / image["source"]["path"]).read_bytes() == b"cat"
     assert called["tool_calls"][0]["arguments"] == {}
-    assert called["extra"]["rollmesh"]["malformed_calls"] == {"call-1": '{"at": '}
+    assert called["extra"]["rollmesh"]["malformed_calls"] == {"call-0": '{"at": '}
     assert (called["reasoning_content"], called["llm_call_count"]) == ("Hm.", 1)
 
 
