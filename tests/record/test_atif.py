@@ -263,7 +263,8 @@ async def test_answers_and_results_that_the_caller_gave_are_steps_and_copies_of_
     tmp_path: Path,
 ) -> None:
     result = {"role": "tool", "content": "4", "tool_call_id": "of another conversation"}
-    said = [user("Hi"), {"role": "assistant", "content": "Given."}, result]
+    thought = {"role": "assistant", "content": "So.", "reasoning_content": "Why?"}
+    said = [user("Hi"), {"role": "assistant", "content": "Given."}, result, thought]
     one = told(record("given"), said, [{"role": "assistant", "content": "One."}])
     other = one.trajectories.add()
     other.CopyFrom(one.trajectories[0])
@@ -271,10 +272,10 @@ async def test_answers_and_results_that_the_caller_gave_are_steps_and_copies_of_
     data = b'[{"role": "assistant", "content": "Two."}]'
     one.messages.add(node_id=3, parent_node_id=1, data=data, data_bytes=len(data))
     first, second = written(one, tmp_path)
-    assert [step.get("llm_call_count") for step in first["steps"]] == [None, 0, None, 1]
+    assert [step.get("llm_call_count") for step in first["steps"]] == [None, 0, None, None, 1]
     assert first["steps"][2]["observation"]["results"] == [{"content": "4"}]
-    assert ["is_copied_context" in step for step in first["steps"]] == [False] * 4
-    assert ["is_copied_context" in step for step in second["steps"]] == [True] * 3 + [False]
+    assert ["is_copied_context" in step for step in first["steps"]] == [False] * 5
+    assert ["is_copied_context" in step for step in second["steps"]] == [True] * 4 + [False]
 
 
 STRANGE = [

@@ -5,6 +5,7 @@ import pytest
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import collector_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from rollmesh.view import Index, Selection, closed_session
+from tests.collector.records import record as stored
 
 _RUN = 10**12
 _EVAL = session_pb2.SESSION_PURPOSE_EVAL
@@ -175,6 +176,8 @@ def test_a_superseded_session_is_listed_and_does_not_count_in_its_group(index: I
     assert len(ids(index.sessions(chosen))) == 3
     (group,) = index.groups(chosen)["rows"]
     assert (group["sessions"], group["highest"], group["variance"]) == (2, 1.0, 0.0)
+    index.add([record("former", 9.0, run_id="c", purpose=_EVAL, superseded=True)])
+    assert [(one["sessions"], one["pass_at"]) for one in index.evaluations()] == [(1, {})]
 
 
 def test_lag_is_of_one_run_and_shares_are_of_sessions(index: Index) -> None:
@@ -183,12 +186,13 @@ def test_lag_is_of_one_run_and_shares_are_of_sessions(index: Index) -> None:
     for one, first in ((late, 1), (over, 2)):
         one.trajectories[0].version_spans.add(start=3, end=4, policy_version=first)
     malformed = trajectory_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL
-    late.trajectories[0].segments[1].reasons.append(malformed)
-    late.trajectories[0].segments.add(start=8, end=9, node_id=3, sampled=True, reasons=[malformed])
+    wrong = [malformed, _CUT]
+    late.trajectories[0].segments[1].reasons.extend(wrong)
+    late.trajectories[0].segments.add(start=8, end=9, node_id=3, sampled=True, reasons=wrong)
     index.add([late, over])
     found = index.series(Selection(run_id="lag"))
     assert found["lags"] == [{"lag": 2, "sessions": 1}]
-    assert found["points"][0]["malformed"] == 1.0
+    assert (found["points"][0]["malformed"], found["points"][0]["cut"]) == (1.0, 1.0)
     assert ids(index.sessions(Selection(where="lag=2 malformed=2"))) == ["late"]
 
 
@@ -197,6 +201,7 @@ def test_a_session_of_a_mesh_keeps_the_reward_of_the_mesh(index: Index) -> None:
     index.set_rewards({"s1": 0.25})
     rewards = {one["session_id"]: one["reward"] for one in index.sessions(Selection())["rows"]}
     assert rewards["s1"] == 1.0
+    index.add([record("s1", 1.0)])
     assert index.file_of("s1") == "file"
 
 
@@ -249,6 +254,7 @@ def test_versions_of_two_runs_of_a_policy_are_two_series(index: Index) -> None:
         (0, 2, 1, 0.0),
         (1, 1, 1, 1.0),
     ]
+    assert [one["passed"] for one in points] == [1.0, 0.0, 1.0]
     assert points[2]["cut"] == 1.0
     assert points[0]["sampled_sum"] == points[0]["trained_sum"] == 10
 
@@ -286,6 +292,17 @@ def test_an_unknown_order_is_refused_with_the_known_ones(index: Index) -> None:
         index.sessions(Selection(), "newest", 0, 5_000)
     with pytest.raises(InvalidFieldError, match="by"):
         index.series(Selection(), "step")
+
+
+def test_a_shared_node_is_shown_as_in_the_path_that_trains_it() -> None:
+    one = stored("shared")
+    one.trajectories.add().CopyFrom(one.trajectories[0])
+    one.trajectories[0].segments[1].trained = False
+    shown = closed_session(collector_pb2.ReadSessionsResponse(session=one), None)
+    assert [(node["trained"], node["scaffold"]) for node in shown["nodes"]] == [
+        (False, 2),
+        (True, 0),
+    ]
 
 
 def test_a_session_that_is_recorded_as_text_has_its_messages_as_nodes() -> None:

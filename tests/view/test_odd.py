@@ -76,6 +76,13 @@ def sessions() -> Iterator[session_pb2.SessionRecord]:
     logprobs = np.array([0, 0, np.nan, -np.inf, -0.05, -0.5, -1, -3, -5], "<f4")
     infinite.trajectories[0].tokens.logprobs_f32le = logprobs.tobytes()
     yield infinite
+    turned = record("turned")
+    turned.trajectories[0].lineage = trajectory_pb2.LINEAGE_SIBLING
+    turned.trajectories[0].leaf_node_id = 2
+    main = turned.trajectories.add()
+    main.CopyFrom(trajectory("turned"))
+    main.trajectory_id, main.leaf_node_id, main.segments[1].node_id = "turned-3", 3, 3
+    yield turned
     yield said("shapes", *SHAPES)
     yield said("long", [{"role": "user", "content": "x"}], [{"role": "assistant", "content": LONG}])
     yield reasoned()
@@ -278,6 +285,12 @@ async def test_sessions_without_a_run_are_chosen_and_compared(page: Page) -> Non
     await page.until(f"{chosen} === 'other'")
     await page.open("#/run?compare=run_id:odd,run_id:", "one curve only")
     await page.until("document.querySelector('.charts').textContent.includes('(none)')")
+    assert page.events == []
+
+
+async def test_a_session_is_opened_at_its_main_path(page: Page) -> None:
+    await page.open("#/session/turned", "Session turned")
+    assert await page.run("document.querySelector('.session > div .badge').textContent") == "MAIN"
     assert page.events == []
 
 

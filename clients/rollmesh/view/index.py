@@ -318,7 +318,7 @@ def _evaluation(
         "sessions": sum(one["sessions"] for one in tasks),
         "without_result": sum(one["sessions"] - one["results"] for one in tasks),
         "reward": sum(rewards) / len(rewards) if rewards else None,
-        "pass_at": {k: asdict(pass_at(results, k)) for k in sorted({1, attempts}) if k},
+        "pass_at": {k: asdict(pass_at(results, k)) for k in {min(1, attempts), attempts} if k},
         "numerics": sorted(numerics),
         "closed": max(one["closed"] for one in tasks),
     }
