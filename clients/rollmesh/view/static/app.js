@@ -28,7 +28,7 @@ function filters(page, query) {
   const [names, order] = FILTERS[page];
   const field = (name, label, control) => h("label", {}, label, control);
   const select = (name, values, label) => field(name, label, h("select", { name }, h("option", { value: "" }, "any"),
-    [...new Set([query[name] ?? values, values].flat())].map((one) => h("option", { value: one, selected: query[name] === one }, named(one)))));
+    [...new Set([values, query[name] ?? []].flat())].map((one) => h("option", { value: one, selected: query[name] === one }, named(one)))));
   const form = h("form", { class: "filters", role: "search" },
     names.map((name) => select(name, choices[name] || [], name.replace("_", " "))),
     field("words", "words", h("input", { name: "words", type: "search", value: query.words || "" })),
