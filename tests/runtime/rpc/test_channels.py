@@ -74,6 +74,12 @@ async def test_a_limit_of_time_is_one_though_the_call_fails_at_its_end() -> None
         raise _AWAY
 
 
+async def test_an_error_of_grpc_without_a_status_is_typed() -> None:
+    with pytest.raises(RemoteError, match="told nothing") as caught, typed_errors():
+        raise grpc.RpcError("told nothing")
+    assert caught.value.code == "UNKNOWN"
+
+
 async def test_a_refusal_takes_the_rest_of_the_stream_first() -> None:
     taken: list[int] = []
 

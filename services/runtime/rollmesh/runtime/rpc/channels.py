@@ -425,11 +425,11 @@ def typed_errors(call: Any = None) -> Iterator[None]:
             raise asyncio.CancelledError from error
         if not isinstance(error, grpc.RpcError):
             raise RemoteError(str(error), "INTERNAL") from None
-        is_replaced = bool(first) and error.code() is grpc.StatusCode.INTERNAL
-        status = first[0] if is_replaced else error
-        if status.code() is grpc.StatusCode.OK:
-            return
-        raise from_rpc_error(status) from error
+        if not first or error.code() is not grpc.StatusCode.INTERNAL:
+            raise from_rpc_error(error) from error
+        if first[0].code() is not grpc.StatusCode.OK:
+            raise from_rpc_error(first[0]) from error
+        return
     if task and task.cancelling() > before:
         raise asyncio.CancelledError
 
