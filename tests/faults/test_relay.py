@@ -436,10 +436,11 @@ async def test_only_sidecars_with_an_accepted_token_have_tunnels_and_agents_see_
 ) -> None:
     locks, certificates = Locks(tmp_path / "locks"), tmp_path / "certificates"
     copy_certificates(certificates)
-    async with hidden_mesh(tmp_path, tokenizer_dir, 0, tokens_per_second=6) as (mesh, _):
+    async with hidden_mesh(tmp_path, tokenizer_dir, 0, tokens_per_second=20) as (mesh, _):
         await mesh.processes["relay"].kill()
-        await start_relay(
+        relay = await start_relay(
             mesh,
+            metrics_port=0,
             tokens_dir=locks.folder / "accepted",
             https_certificate_file=certificates / "sidecar.crt",
             https_key_file=certificates / "sidecar.key",
@@ -466,13 +467,20 @@ async def test_only_sidecars_with_an_accepted_token_have_tunnels_and_agents_see_
                     log = tmp_path / "sidecar-0" / "sidecar.log"
                     await until_says(log, "not accepted any longer")
                     assert (begin + await answer.read()).endswith(b"data: [DONE]\n\n")
+
+                async def unknown() -> float:
+                    counts = await relay.samples("rollmesh_rpcs_total")
+                    return sum(counts[one] for one in counts if '"UNAUTHENTICATED"' in one)
+
+                before = await unknown()
                 accepted.write_text("")
 
-                async def is_refused() -> bool:
-                    async with http.get(f"{url}/models", ssl=tls) as answer:
-                        return bool(answer.status == 503)
+                async def is_ended() -> bool:
+                    return await unknown() > before
 
-                await until(is_refused)
+                await until(is_ended)
+                async with http.get(f"{url}/models", ssl=tls) as answer:
+                    assert answer.status == 503
 
 
 class Far:
