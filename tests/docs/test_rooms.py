@@ -13,7 +13,7 @@ CEILINGS = {
     "services/router/rollmesh/router": (4_772, 17),
     "services/collector/rollmesh/collector": (5_448, 14),
     "services/collector/rollmesh/scorer": (367, 6),
-    "clients/rollmesh/sidecar": (5_873, 16),
+    "clients/rollmesh/sidecar": (5_897, 17),
     "clients/rollmesh/client": (7_291, 24),
     "clients/rollmesh/record": (3_395, 14),
     "clients/rollmesh/batches": (1_091, 6),

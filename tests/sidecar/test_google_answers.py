@@ -57,6 +57,24 @@ async def streamed(agent: Any, **config: Any) -> list[Any]:
 both = pytest.mark.parametrize("form", [ask, streamed])
 
 
+async def test_googles_sdk_lists_the_models_and_finds_one_by_its_name(
+    agent: Any, base_url: str
+) -> None:
+    (listed,) = [model async for model in await agent.models.list()]
+    found = await agent.models.get(model="policy")
+    assert listed == found
+    assert (found.name, found.display_name) == ("models/policy", "policy")
+    assert found.supported_actions == ["generateContent", "countTokens"]
+    with pytest.raises(genai.errors.ClientError, match="does not exist"):
+        await agent.models.get(model="another")
+    async with httpx2.AsyncClient(base_url=base_url) as http:
+        (same,) = (await http.get("/v1beta/models")).json()["models"]
+        assert same == (await http.get("/v1beta/models/policy")).json()
+        assert same["name"] == "models/policy"
+        error = (await http.get("/v1beta/models/another")).json()["error"]
+        assert (error["code"], error["status"]) == (404, "NOT_FOUND")
+
+
 def url_of(base_url: str, method: str = "streamGenerateContent?alt=sse") -> str:
     return f"{base_url}/sessions/{KEY}/v1beta/models/any-name:{method}"
 

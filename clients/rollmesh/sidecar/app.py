@@ -20,17 +20,13 @@ from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc import bind_host
 from rollmesh.sidecar.chat import CHAT
 from rollmesh.sidecar.config import SidecarConfig, advertised
-from rollmesh.sidecar.errors import (
-    MethodUnknownError,
-    ModelUnknownError,
-    PathUnknownError,
-    typed,
-)
+from rollmesh.sidecar.errors import MethodUnknownError, PathUnknownError, typed
 from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.google import COUNT_CONTENT, GENERATE, STREAM
 from rollmesh.sidecar.http import HttpServer, bound, http_served, traced
 from rollmesh.sidecar.lineage import declare_lineage
 from rollmesh.sidecar.messages import COUNT_TOKENS, MESSAGES
+from rollmesh.sidecar.models import get_model, list_models
 from rollmesh.sidecar.responses import COUNT_INPUT, RESPONSES, delete, retrieve
 from rollmesh.sidecar.turn import Protocol, TurnEndpoint
 from rollmesh.v1 import router_pb2
@@ -68,6 +64,8 @@ ROUTES: Mapping[str, Opens] = {
     "POST /v1/lineage": Opens.SESSION_KEY,
     "GET /v1/models": Opens.NOTHING,
     "GET /v1/models/{model:path}": Opens.NOTHING,
+    "GET /v1beta/models": Opens.NOTHING,
+    "GET /v1beta/models/{model:path}": Opens.NOTHING,
     "GET /healthz": Opens.NOTHING,
 }
 """What opens a route, by its method and path. `HEAD` counts as `GET`."""
@@ -103,19 +101,6 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
     """
     gateways = Gateways(config, directory)
 
-    async def models(_request: Request) -> Response:
-        entries = [_entry(name) for name in await directory.models()]
-        return JSONResponse({"object": "list", "data": entries})
-
-    async def model(request: Request) -> Response:
-        name = request.path_params["model"]
-        served = await directory.models()
-        if name not in served:
-            listed = ", ".join(served) or "none is served now"
-            problem = f"{name!r:.300} does not exist; give one of those served ({listed})"
-            raise ModelUnknownError("model", problem)
-        return JSONResponse(_entry(name))
-
     async def health(_request: Request) -> Response:
         await gateways.check()
         return JSONResponse({"status": "ok"})
@@ -126,8 +111,10 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
         "GET /v1/responses/{response}": partial(retrieve, gateways),
         "DELETE /v1/responses/{response}": partial(delete, gateways),
         "POST /v1/lineage": partial(declare_lineage, gateways),
-        "GET /v1/models": models,
-        "GET /v1/models/{model:path}": model,
+        "GET /v1/models": partial(list_models, directory),
+        "GET /v1/models/{model:path}": partial(get_model, directory),
+        "GET /v1beta/models": partial(list_models, directory),
+        "GET /v1beta/models/{model:path}": partial(get_model, directory),
         "GET /healthz": health,
     }
     routes = [
@@ -162,11 +149,6 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
 
     handlers = {HTTPException: refuse_path, RollmeshError: refuse, Exception: refuse}
     return Starlette(routes=routes, exception_handlers=handlers)
-
-
-def _entry(name: str) -> dict[str, object]:
-    """Returns a model as OpenAI's API lists it."""
-    return {"id": name, "object": "model", "created": 0, "owned_by": "rollmesh"}
 
 
 # Serving
