@@ -40,7 +40,14 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
 
 
 async def killed(mesh: Mesh, run_id: str = "") -> tuple[dict[str, Any], dict[str, str]]:
-    """Runs the program until its sessions hang, and kills it. Returns its state, and them."""
+    """Runs the program until only sessions that hang are open, and kills it.
+
+    Returns its state, and the prompts of these sessions by id.
+    """
+
+    async def only_they_are_open() -> bool:
+        return {one.session_id for one in await client.open_sessions()} == hanging.keys()
+
     arguments = [json.dumps(asdict(mesh.addresses)), *([run_id] if run_id else [])]
     process = await Forked.start("tests.mesh.dying_rollout", arguments, mesh.folder / "rollout.log")
     state: dict[str, Any] = {}
@@ -56,6 +63,8 @@ async def killed(mesh: Mesh, run_id: str = "") -> tuple[dict[str, Any], dict[str
                 elif name == "HANGS":
                     prompt, session_id = rest.split()
                     hanging[session_id] = prompt
+        async with mesh.client() as client:
+            await until(only_they_are_open)
     finally:
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
