@@ -248,12 +248,17 @@ async def test_the_longest_idle_connection_gives_its_place_to_a_new_one() -> Non
             assert (await wire.answer())[0] == 200
 
 
-async def test_a_request_that_has_arrived_keeps_its_connection_before_it_is_read() -> None:
+@pytest.mark.parametrize("steps", range(3))
+async def test_a_request_that_has_arrived_keeps_its_connection_before_it_is_read(
+    steps: int,
+) -> None:
     async with served(max_connections=1) as (url, _), wired(url) as idle:
         await idle.send([HEALTH])
         assert (await idle.answer())[0] == 200
         host, _, port = url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), TIMEOUT_S) as new:  # not yet accepted
+            for _ in range(steps):  # of the server's loop, so that it comes at each point
+                await asyncio.sleep(0)
             os.write(idle.writer.get_extra_info("socket").fileno(), HEALTH)
             assert (await idle.answer())[0] == 200
             new.setblocking(False)
