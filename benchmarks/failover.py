@@ -38,7 +38,7 @@ from benchmarks.harness.workload import Shape, reply_text, user_text, vocabulary
 from rollmesh.cli import free_ports
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.launch import plan_mesh
-from rollmesh.runtime.config import read_mesh
+from rollmesh.runtime import read_mesh
 from rollmesh.v1 import gateway_pb2, trajectory_pb2
 
 _ENGINES, _SESSIONS, _TURNS = 3, 96, 8

@@ -19,7 +19,7 @@ from benchmarks.kills.audit import Interval
 from benchmarks.kills.lanes import Lane
 from benchmarks.kills.matrix import Matrix, write_mesh
 from rollmesh.launch import ProcessSpec, plan_mesh
-from rollmesh.runtime.config import read_mesh
+from rollmesh.runtime import read_mesh
 from tests.faults.proxy import Proxy
 from tests.processes import reserved_port
 

@@ -21,7 +21,7 @@ from examples.demo.chatml import END, make_tokenizer
 from rollmesh.cli import free_ports
 from rollmesh.client import Client, MeshAddresses, Session
 from rollmesh.launch import plan_mesh
-from rollmesh.runtime.config import read_mesh
+from rollmesh.runtime import read_mesh
 from rollmesh.v1 import gateway_pb2
 
 _PEERS = Path(__file__).resolve().parents[2] / ".venv-peer" / "bin"

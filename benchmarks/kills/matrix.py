@@ -29,7 +29,7 @@ from examples.demo.chatml import make_tokenizer
 from rollmesh.cli import free_ports
 from rollmesh.client import Client, MeshAddresses, Session
 from rollmesh.launch import plan_mesh
-from rollmesh.runtime.config import read_mesh
+from rollmesh.runtime import read_mesh
 from rollmesh.runtime.errors import RepeatConflictError, RollmeshError
 from tests.waiting import within
 

@@ -36,8 +36,7 @@ from examples.demo.policy import CONTEXT_TOKENS, make_policy
 from rollmesh.cli import free_ports
 from rollmesh.client import Client, Delivery, MeshAddresses, SubscribeOptions
 from rollmesh.launch import plan_mesh
-from rollmesh.runtime import is_stale
-from rollmesh.runtime.config import read_mesh
+from rollmesh.runtime import is_stale, read_mesh
 from rollmesh.v1 import collector_pb2
 from rollmesh.v1.sampling_pb2 import PolicyRun
 from tests.waiting import until, within

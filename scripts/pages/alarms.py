@@ -4,10 +4,11 @@ python -m scripts.pages.alarms
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollmesh.runtime import ALARM_RULES, Rule
+from rollmesh.runtime import ALARM_RULES, MESH_RULES, STEP_RULES, Rule
 
 _ROOT = Path(__file__).parents[2]
 PAGE = _ROOT / "docs" / "alarms.md"
@@ -24,13 +25,11 @@ def page(text: str) -> str:
     """
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    steps = [rule for rule in ALARM_RULES if rule.of_steps]
-    mesh = [rule for rule in ALARM_RULES if rule.of_mesh]
-    tables = f"{_table('of a trainer', steps)}\n{_table('of the mesh', mesh)}"
+    tables = f"{_table('of a trainer', STEP_RULES)}\n{_table('of the mesh', MESH_RULES)}"
     return f"{before}{_BEGIN}\n{tables}\n{_END}{after}"
 
 
-def _table(what: str, rules: list[Rule]) -> str:
+def _table(what: str, rules: Sequence[Rule]) -> str:
     rows = "".join(f"| `{one.name}` | {one.when} | {one.remedy} |\n" for one in rules)
     return f"| alarm {what} | raised when | remedy |\n|---|---|---|\n{rows}"
 

@@ -11,7 +11,8 @@ from rollmesh.collector import CollectorConfig
 from rollmesh.engine import EngineConfig
 from rollmesh.gateway import GatewayConfig
 from rollmesh.router import RouterConfig
-from rollmesh.runtime.config import MeshConfig, Setting, describe
+from rollmesh.runtime import MeshConfig
+from rollmesh.runtime.config import Setting, describe
 from rollmesh.scorer import ScorerConfig
 from rollmesh.sidecar import RelayConfig, SidecarConfig
 

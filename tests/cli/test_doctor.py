@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.chaos.disks import mounted
 from rollmesh.client import Client, MeshAddresses, Observer, Session, Subscription
-from rollmesh.runtime import ALARM_RULES, Alarm, AlarmLimits, raised
+from rollmesh.runtime import ALARM_RULES, STEP_RULES, Alarm, AlarmLimits, raised
 from rollmesh.runtime.access import Role
 from rollmesh.v1 import engine_pb2
 from tests.ahead import AHEAD_S
@@ -327,7 +327,7 @@ async def test_every_alarm_of_a_trainer_is_named_by_the_doctor_the_metrics_and_t
 def test_every_alarm_is_injected_into_a_mesh() -> None:
     text = Path(__file__).read_text()
     assert [rule.name for rule in ALARM_RULES if f'"{rule.name}"' not in text] == []
-    assert STEPS.keys() == {rule.name for rule in ALARM_RULES if rule.of_steps}
+    assert STEPS.keys() == {rule.name for rule in STEP_RULES}
 
 
 # The command.

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rollmesh.runtime.config import SERVICES
+from rollmesh.runtime import SERVICES
 from tests.paths import ROOT
 
 LOADED = "import sys\nimport rollmesh.{service}.__main__\nprint(*sys.modules, sep='\\n')"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.config import SERVICES
+from rollmesh.runtime import SERVICES
 from tests.paths import ROOT
 
 

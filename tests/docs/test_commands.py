@@ -17,9 +17,8 @@ import pytest
 from rollmesh.collector import TOOLS as COLLECTOR_TOOLS
 from rollmesh.gateway import TOOLS as GATEWAY_TOOLS
 from rollmesh.launch import plan_mesh
-from rollmesh.router import FORGET
+from rollmesh.runtime import SERVICES, read_mesh
 from rollmesh.runtime.access import CallerConfig
-from rollmesh.runtime.config import SERVICES, read_mesh
 from tests.docs.pages import PAGES, Block, blocks
 from tests.paths import ROOT
 
@@ -46,7 +45,7 @@ _MODULES = {
 _TOOLS = {
     "collector": set(COLLECTOR_TOOLS),
     "gateway": set(GATEWAY_TOOLS),
-    "router": {FORGET},
+    "router": {"forget-weights"},
 }
 
 

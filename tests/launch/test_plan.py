@@ -12,8 +12,8 @@ from rollmesh.engine import EngineConfig
 from rollmesh.gateway import GatewayConfig
 from rollmesh.launch import ProcessSpec, Restarts, plan_mesh, visible_gpus
 from rollmesh.router import RouterConfig
-from rollmesh.runtime import Backoff
-from rollmesh.runtime.config import ConfigError, mesh_config, parse_config, read_mesh
+from rollmesh.runtime import Backoff, mesh_config, read_mesh
+from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.scorer import ScorerConfig
 from rollmesh.sidecar import SidecarConfig
 

@@ -7,6 +7,7 @@ import pytest
 
 from rollmesh.runtime import (
     ALARM_RULES,
+    MESH_RULES,
     Alarm,
     AlarmLimits,
     Observation,
@@ -253,13 +254,12 @@ def test_an_observation_raises_its_alarm_and_no_other(
 
 def test_every_rule_of_the_mesh_is_raised_by_a_case() -> None:
     named = {name for _, _, names in CASES for name in names}
-    assert named == {rule.name for rule in ALARM_RULES if rule.of_mesh}
+    assert named == {rule.name for rule in MESH_RULES}
 
 
 def test_a_rule_has_a_name_of_its_own_and_looks_at_steps_or_at_the_mesh() -> None:
     assert len({rule.name for rule in ALARM_RULES}) == len(ALARM_RULES)
     for rule in ALARM_RULES:
-        assert (rule.of_steps is None) != (rule.of_mesh is None), rule.name
         assert rule.when, rule.name
         assert rule.remedy.rstrip(".") == rule.remedy != "", rule.name
 

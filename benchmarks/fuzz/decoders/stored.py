@@ -28,6 +28,7 @@ from rollmesh.client import SessionResult
 from rollmesh.collector import join, read_head, split
 from rollmesh.gateway import Letter, write_letters
 from rollmesh.launch import plan_mesh
+from rollmesh.runtime import read_mesh
 from rollmesh.runtime.access import AcceptedTokens, PresentedToken, TokensOfFile, write_private
 from rollmesh.runtime.codec import (
     ImageLimits,
@@ -37,7 +38,7 @@ from rollmesh.runtime.codec import (
     pack_logprobs,
     read_data_url,
 )
-from rollmesh.runtime.config import ConfigError, read_mesh
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.collector.records import record

@@ -13,26 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.launch import plan_mesh
-from rollmesh.runtime.access import AcceptedTokens, CallerConfig, Identity, TlsFiles
-from rollmesh.runtime.config import (
+from rollmesh.runtime import (
     MODEL_SERVICES,
     SERVICES,
+    Tables,
+    from_file,
+    mesh_config,
+    mesh_models,
+    mesh_problems,
+    read_mesh,
+    read_toml,
+)
+from rollmesh.runtime.access import AcceptedTokens, CallerConfig, Identity, TlsFiles
+from rollmesh.runtime.config import (
     ConfigError,
     Given,
     Resolved,
     Setting,
-    Tables,
     describe,
     examine,
     from_environment,
-    from_file,
     has_secret,
     masked,
-    mesh_config,
-    mesh_models,
-    mesh_problems,
-    read_file,
-    read_mesh,
     resolve,
 )
 from rollmesh.runtime.rpc import LOCK, bind_host, check_exposed
@@ -327,7 +329,7 @@ def check_mesh(
         files: Whether to check the files that settings name.
     """
     try:
-        tables = read_file(path)
+        tables = read_toml(path)
     except ConfigError as error:
         return Checked([str(error)], [])
     notes = [

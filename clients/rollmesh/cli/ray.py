@@ -12,8 +12,8 @@ import ray
 from rollmesh.cli.config import installed, own_problems
 from rollmesh.integrations.ray import Mesh, MeshError
 from rollmesh.launch import mesh_tokens, trainer_files
-from rollmesh.runtime import owner_only
-from rollmesh.runtime.config import ConfigError, mesh_config, read_mesh
+from rollmesh.runtime import mesh_config, owner_only, read_mesh
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.telemetry import configure_logging
 
 

@@ -27,8 +27,8 @@ from rollmesh.launch import (
     view_spec,
     visible_gpus,
 )
-from rollmesh.runtime import clock, owner_only
-from rollmesh.runtime.config import ConfigError, Tables, mesh_config, mesh_problems, read_mesh
+from rollmesh.runtime import Tables, clock, mesh_config, mesh_problems, owner_only, read_mesh
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.process import stop_signals
 from rollmesh.runtime.telemetry import JsonFormatter, configure_logging, fields
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollmesh.runtime import make_folder
+from rollmesh.runtime import MeshConfig, make_folder
 from rollmesh.runtime.access import make_tokens
-from rollmesh.runtime.config import ConfigError, MeshConfig
+from rollmesh.runtime.config import ConfigError
 
 
 def mesh_tokens(mesh: MeshConfig) -> Path | None:

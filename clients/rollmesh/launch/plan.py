@@ -11,19 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollmesh.runtime.access import CallerConfig
-from rollmesh.runtime.config import (
-    ConfigError,
+from rollmesh.runtime import (
     MeshConfig,
     MeshModel,
     Table,
     Tables,
-    has_secret,
     mesh_config,
     mesh_models,
     own_table,
     shared_settings,
 )
+from rollmesh.runtime.access import CallerConfig
+from rollmesh.runtime.config import ConfigError, has_secret
 from rollmesh.runtime.rpc import GRACE_MS
 
 VIEW_PORT = 7180

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rollmesh.record.tables import leaves_of, spans_in
 from rollmesh.runtime.config import ConfigError, TracesConfig
 from rollmesh.runtime.errors import RemoteError
-from rollmesh.runtime.telemetry import Place, Span, genai, tracing
+from rollmesh.runtime.telemetry import Encoder, Exporter, Place, Span, genai, tracing
 from rollmesh.v1 import session_pb2, trajectory_pb2
 
 _IDS = ("traceId", "spanId", "parentSpanId")
@@ -171,7 +171,7 @@ async def send_spans(
         ConfigError: A setting is wrong, or the packages of OpenTelemetry are missing.
         RemoteError: The receiver did not take the spans of a session.
     """
-    exporter, encode, count = tracing.Exporter(config), _encoder(), 0
+    exporter, encode, count = Exporter(config), _encoder(), 0
     try:
         async for session in sessions:
             spans = spans_of(session, content=config.traces_content)
@@ -200,9 +200,9 @@ def as_json(spans: list[Any]) -> dict[str, Any]:
     return found
 
 
-def _encoder() -> tracing.Encoder:
+def _encoder() -> Encoder:
     try:
-        return tracing.Encoder("record")
+        return Encoder("record")
     except ImportError as error:
         raise ConfigError(
             f"format: otel needs the OpenTelemetry packages ({error.name} is missing): "

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rollmesh.cli import check_mesh, installed
+from rollmesh.runtime import SERVICES
 from rollmesh.runtime.access import make_tokens
-from rollmesh.runtime.config import SERVICES
 from tests.trial_certificates import copy_certificates
 
 

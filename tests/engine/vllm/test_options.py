@@ -9,7 +9,8 @@ import pytest
 
 from rollmesh.engine import EngineConfig, EngineService
 from rollmesh.launch import plan_mesh
-from rollmesh.runtime.config import ConfigError, parse_config, read_mesh
+from rollmesh.runtime import read_mesh
+from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.errors import EngineStartError
 from tests.processes import run_refused
 

@@ -47,7 +47,7 @@ async def test_a_trainer_gets_units_lost_with_a_connection_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "rollmesh.mesh.directory.SHORT_KEEPALIVE_MS", _KEEPALIVE_MS
+        "rollmesh.mesh.collectors.SHORT_KEEPALIVE_MS", _KEEPALIVE_MS
     )  # of the trainer
     settings = {"port": 0, "data_dir": tmp_path / "collector", "keepalive_ms": _KEEPALIVE_MS}
     async with (

@@ -9,16 +9,8 @@ from rollmesh.collector import CollectorConfig
 from rollmesh.engine import EngineConfig
 from rollmesh.gateway import GatewayConfig
 from rollmesh.router import RouterConfig
-from rollmesh.runtime.config import (
-    LOCAL_ROUTER,
-    SCORER_PORT,
-    SERVICES,
-    ConfigError,
-    mesh_problems,
-    parse_config,
-    read_mesh,
-    resolve,
-)
+from rollmesh.runtime import SERVICES, mesh_problems, read_mesh
+from rollmesh.runtime.config import LOCAL_ROUTER, SCORER_PORT, ConfigError, parse_config, resolve
 from rollmesh.scorer import ScorerConfig
 from rollmesh.sidecar import SidecarConfig
 

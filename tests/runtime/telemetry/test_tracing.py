@@ -12,7 +12,17 @@ import pytest
 from prometheus_client import REGISTRY
 
 from rollmesh.runtime.config import ConfigError, TracesConfig
-from rollmesh.runtime.telemetry import NOWHERE, Place, carried, genai, join, place_of, span, tracing
+from rollmesh.runtime.telemetry import (
+    NOWHERE,
+    Exporter,
+    Place,
+    carried,
+    genai,
+    join,
+    place_of,
+    span,
+    tracing,
+)
 from tests.paths import ROOT
 from tests.processes import run_to_end
 from tests.receivers import Receiver, hanging_receiver, http_receiver
@@ -149,10 +159,10 @@ def test_the_file_of_headers_is_private_and_has_headers(tmp_path: Path) -> None:
     path.chmod(0o600)
     settings: Any = {"traces_endpoint": "http://a:1", "traces_headers_file": str(path)}
     with pytest.raises(ConfigError, match="headers, line 2: is no header"):
-        tracing.Exporter(TracesConfig(**settings))
+        Exporter(TracesConfig(**settings))
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="traces_headers_file"):
-        tracing.Exporter(TracesConfig(**settings))
+        Exporter(TracesConfig(**settings))
 
 
 async def test_the_packages_are_imported_if_wanted_and_named_if_missing() -> None:

@@ -37,8 +37,9 @@ from rollmesh.integrations.ray.placement import (
 )
 from rollmesh.integrations.ray.services import ServiceActor, Status, answered, problems, service_of
 from rollmesh.launch import Process, mesh_tokens, trainer_files
+from rollmesh.runtime import MOST_REPLICAS, Tables, mesh_config, read_mesh
 from rollmesh.runtime.access import write_private
-from rollmesh.runtime.config import MOST_REPLICAS, ConfigError, Tables, mesh_config, read_mesh
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.telemetry import fields
 
 # Nodes and addresses of the cluster.

@@ -7,7 +7,8 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from rollmesh.launch import Process, processes
-from rollmesh.runtime.config import MOST_GPUS, Bounds, Config, ConfigError, Tables, fill
+from rollmesh.runtime import MOST_GPUS, Tables
+from rollmesh.runtime.config import Bounds, Config, ConfigError, fill
 
 HEAD = "node:__internal_head__"
 """Resource of Ray's head node."""

@@ -27,7 +27,7 @@ from rollmesh.collector.store import MOST_CHECKPOINTS, Store
 from rollmesh.collector.streams import Consumer, Subscriptions, check_count
 from rollmesh.mesh import Membership, ScoringEngines
 from rollmesh.runtime import WINDOW, alarms_of, clock, first_of
-from rollmesh.runtime.codec import check_name, check_session
+from rollmesh.runtime.codec import check_session
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import (
     ConsumerUnknownError,
@@ -38,6 +38,7 @@ from rollmesh.runtime.errors import (
     StoreAwayError,
     StoreError,
     StoreFullError,
+    check_name,
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc import Context, Repeats, open_channel

@@ -3,8 +3,7 @@
 from typing import Literal, TypeAlias, get_args
 
 from rollmesh.runtime import check_current, check_run, run_of, start_of
-from rollmesh.runtime.codec import check_name
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import InvalidFieldError, check_name
 from rollmesh.v1 import collector_pb2 as pb
 
 DEFAULT_LEASE_MS = 600_000

@@ -1,7 +1,6 @@
 """The door of `rollmesh.router`: its names for other rooms and tests."""
 
 from rollmesh.router.circuits import Circuit as Circuit, CircuitLimits as CircuitLimits
-from rollmesh.router.commands import FORGET as FORGET
 from rollmesh.router.config import RouterConfig as RouterConfig
 from rollmesh.router.engines import (
     Choice as Choice,

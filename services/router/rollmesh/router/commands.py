@@ -10,7 +10,6 @@ from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import LOCAL_ROUTER
 from rollmesh.v1 import router_pb2
 
-FORGET = "forget-weights"
 _TIMEOUT_S = 60.0
 _REPEATED_S = 10.0
 """Time within which the call is repeated. The caller may have mistyped an address."""
@@ -19,7 +18,7 @@ _REPEATED_S = 10.0
 def forget_weights(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Runs the command and returns the exit code: 0, 1 after an error, 2 for a bad flag."""
     parser = argparse.ArgumentParser(
-        prog=f"rollmesh router {FORGET}",
+        prog="rollmesh router forget-weights",
         description="Makes a router forget the pushed weights, so that the next push may have any "
         "version. Engines keep their weights until then.",
     )

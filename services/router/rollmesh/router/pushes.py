@@ -28,7 +28,6 @@ from rollmesh.runtime import (
     start_of,
     told,
 )
-from rollmesh.runtime.codec import check_name
 from rollmesh.runtime.errors import (
     EngineAsleepError,
     InvalidFieldError,
@@ -37,6 +36,7 @@ from rollmesh.runtime.errors import (
     VersionGoneError,
     WeightsBaseError,
     WeightTransferError,
+    check_name,
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc import check_adapter, check_adapter_header, check_update

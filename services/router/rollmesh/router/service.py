@@ -34,6 +34,7 @@ from rollmesh.runtime.errors import (
     NoEngineError,
     RoleRefusedError,
     ShuttingDownError,
+    check_name,
 )
 from rollmesh.runtime.rpc import (
     Context,
@@ -53,7 +54,6 @@ from rollmesh.runtime.telemetry import count_refused
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, router_pb2_grpc, server_pb2
 
 _Answer = TypeVar("_Answer")
-_MAX_ID_CHARS = 128
 _MAX_INTERVAL_MS = 60_000
 _RETRY_MS = 500
 _NEEDED = {
@@ -238,8 +238,7 @@ class RouterService(
     async def RelayScoreTokens(
         self, request: router_pb2.RelayScoreTokensRequest, context: Context
     ) -> AsyncIterator[router_pb2.RelayScoreTokensResponse]:
-        if not 0 < len(request.engine_id) <= _MAX_ID_CHARS:
-            raise InvalidFieldError("engine_id", f"give 1 to {_MAX_ID_CHARS} characters")
+        check_name("engine_id", request.engine_id)
         engine = self.table.engines.get(request.engine_id)
         if engine is None:
             raise NoEngineError(
@@ -413,8 +412,7 @@ def _checked_hello(first: members_pb2.RegisterRequest | None) -> router_pb2.Repl
     if first is None or not first.HasField("hello"):
         raise InvalidFieldError("hello", "is missing; send it in the first message")
     hello = first.hello
-    if not 0 < len(hello.replica_id) <= _MAX_ID_CHARS:
-        raise InvalidFieldError("replica_id", f"give 1 to {_MAX_ID_CHARS} characters")
+    check_name("replica_id", hello.replica_id)
     if hello.kind == router_pb2.REPLICA_KIND_UNSPECIFIED:
         raise InvalidFieldError("kind", "is not set; name the kind of the replica")
     roles = caller_roles()
@@ -428,8 +426,8 @@ def _checked_hello(first: members_pb2.RegisterRequest | None) -> router_pb2.Repl
             roles=",".join(sorted(roles)),
         )
     needed = _NEEDED.get(hello.kind)
-    if needed and not 0 < len(getattr(hello, needed)) <= _MAX_ID_CHARS:
-        raise InvalidFieldError(needed, f"give 1 to {_MAX_ID_CHARS} characters")
+    if needed:
+        check_name(needed, getattr(hello, needed))
     if hello.kind != router_pb2.REPLICA_KIND_ENGINE or not is_tunnel(hello.address):
         check_address(hello.address)
     elif hello.address != tunnel_address(hello.replica_id, "replica_id"):

@@ -1,11 +1,9 @@
 """The door of `rollmesh.mesh`: its names for other rooms and tests."""
 
+from rollmesh.mesh.collectors import CollectorDirectory as CollectorDirectory
+from rollmesh.mesh.dialling import DialOut as DialOut
 from rollmesh.mesh.directory import (
     JOURNAL_ID_CHARS as JOURNAL_ID_CHARS,
-    CollectorDirectory as CollectorDirectory,
-    GatewayDirectory as GatewayDirectory,
-    Peer as Peer,
-    Reached as Reached,
     SidecarDirectory as SidecarDirectory,
     journal_of as journal_of,
 )
@@ -20,6 +18,11 @@ from rollmesh.mesh.failover import (
     Failover as Failover,
     Order as Order,
     Suspects as Suspects,
+)
+from rollmesh.mesh.gateways import (
+    GatewayDirectory as GatewayDirectory,
+    Peer as Peer,
+    Reached as Reached,
 )
 from rollmesh.mesh.generation import (
     AnswerCheck as AnswerCheck,
@@ -64,7 +67,6 @@ from rollmesh.mesh.tunnels import (
     MOST_CONNECTIONS as MOST_CONNECTIONS,
     RESUME_S as RESUME_S,
     Connection as Connection,
-    DialOut as DialOut,
     Tunnel as Tunnel,
     Tunnels as Tunnels,
     answers_of as answers_of,

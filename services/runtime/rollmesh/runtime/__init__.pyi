@@ -1,17 +1,10 @@
 """The door of `rollmesh.runtime`: its names for other rooms and tests."""
 
 from rollmesh.runtime.alarms import (
-    ALARM_RULES as ALARM_RULES,
-    METRICS as METRICS,
+    STEP_RULES as STEP_RULES,
     WINDOW as WINDOW,
-    Alarm as Alarm,
-    AlarmLimits as AlarmLimits,
-    Labels as Labels,
-    Observation as Observation,
     Rule as Rule,
-    Server as Server,
     alarms_of as alarms_of,
-    raised as raised,
 )
 from rollmesh.runtime.backoff import Backoff as Backoff
 from rollmesh.runtime.caches import ByteCache as ByteCache
@@ -23,6 +16,35 @@ from rollmesh.runtime.database import (
 )
 from rollmesh.runtime.fairness import FairSlots as FairSlots
 from rollmesh.runtime.in_flight import BytesInFlight as BytesInFlight, HeldRequest as HeldRequest
+from rollmesh.runtime.mesh_alarms import (
+    ALARM_RULES as ALARM_RULES,
+    MESH_RULES as MESH_RULES,
+    METRICS as METRICS,
+    Alarm as Alarm,
+    AlarmLimits as AlarmLimits,
+    Labels as Labels,
+    Observation as Observation,
+    Server as Server,
+    raised as raised,
+)
+from rollmesh.runtime.mesh_file import (
+    MODEL_SERVICES as MODEL_SERVICES,
+    MOST_GPUS as MOST_GPUS,
+    MOST_REPLICAS as MOST_REPLICAS,
+    SERVICES as SERVICES,
+    MeshConfig as MeshConfig,
+    MeshModel as MeshModel,
+    Table as Table,
+    Tables as Tables,
+    from_file as from_file,
+    mesh_config as mesh_config,
+    mesh_models as mesh_models,
+    mesh_problems as mesh_problems,
+    own_table as own_table,
+    read_mesh as read_mesh,
+    read_toml as read_toml,
+    shared_settings as shared_settings,
+)
 from rollmesh.runtime.owner_only import (
     UMASK as UMASK,
     make_file as make_file,

@@ -53,6 +53,20 @@ class InvalidFieldError(RollmeshError, code="INVALID_ARGUMENT", reason="INVALID_
         self.field = field
 
 
+_MAX_ID_CHARS = 128
+
+
+def check_name(field: str, name: str) -> str:
+    """Returns the name after checking that it has 1 to 128 characters.
+
+    Raises:
+        InvalidFieldError: The name is empty or longer.
+    """
+    if not 0 < len(name) <= _MAX_ID_CHARS:
+        raise InvalidFieldError(field, f"give 1 to {_MAX_ID_CHARS} characters")
+    return name
+
+
 class RemoteError(RollmeshError, reason="REMOTE"):
     """A status without a rollmesh reason, from the transport or a foreign server."""
 

@@ -66,7 +66,6 @@ from rollmesh.runtime.codec.images import (
 )
 from rollmesh.runtime.codec.records import (
     apply_rewards as apply_rewards,
-    check_name as check_name,
     check_rewards as check_rewards,
     check_session as check_session,
 )

@@ -6,10 +6,8 @@ from collections.abc import Collection, Container, Sequence
 
 from rollmesh.runtime.codec.arrays import unpack_tokens, wrong_logprob
 from rollmesh.runtime.codec.columns import check_columns
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import InvalidFieldError, check_name
 from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
-
-_MAX_ID_CHARS = 128
 
 
 def check_session(record: session_pb2.SessionRecord, path: str) -> None:
@@ -194,13 +192,6 @@ def _check_runs(runs: object, count: int, field: str) -> int:
             raise InvalidFieldError(field, f"{run.start} to {run.end} overlaps or is out of range")
         end = run.end
     return end
-
-
-def check_name(field: str, name: str) -> str:
-    """Returns the name after checking that it has 1 to 128 characters."""
-    if not 0 < len(name) <= _MAX_ID_CHARS:
-        raise InvalidFieldError(field, f"give 1 to {_MAX_ID_CHARS} characters")
-    return name
 
 
 # Session rewards: the same rules for closing a session, for later rewards and for scorers.

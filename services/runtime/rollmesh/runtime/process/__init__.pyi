@@ -6,13 +6,13 @@ from rollmesh.runtime.process.children import (
     raise_descriptor_limit as raise_descriptor_limit,
     start_child as start_child,
 )
-from rollmesh.runtime.process.main import (
-    print_ready as print_ready,
-    run_service as run_service,
-    stop_signals as stop_signals,
-)
+from rollmesh.runtime.process.main import run_service as run_service
 from rollmesh.runtime.process.memory import (
     FreedMemory as FreedMemory,
     keep_freed_memory as keep_freed_memory,
 )
 from rollmesh.runtime.process.scratch import Scratch as Scratch
+from rollmesh.runtime.process.signals import (
+    print_ready as print_ready,
+    stop_signals as stop_signals,
+)

@@ -1,13 +1,9 @@
 """The entry point of a service process: flags in, one READY line and an exit code out."""
 
 import asyncio
-import gc
-import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import uvloop
@@ -18,45 +14,13 @@ from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.process.memory import keep_freed_memory
-from rollmesh.runtime.rpc.listening import Bound, PortInUseError, ServerConfig
+from rollmesh.runtime.process.signals import print_ready, stop_signals
+from rollmesh.runtime.rpc.listening import PortInUseError, ServerConfig
 from rollmesh.runtime.rpc.server import Service, serve
 from rollmesh.runtime.telemetry import tracing
 from rollmesh.runtime.telemetry.logs import configure_logging
 
-
-@contextmanager
-def stop_signals(*, supervised: bool = False) -> Iterator[asyncio.Event]:
-    """Yields an event that SIGTERM and SIGINT set.
-
-    After a stop the signals are ignored, so that a second one does not change the exit code.
-
-    Args:
-        supervised: The end of standard input sets it too: the supervisor is gone.
-    """
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-    def readable() -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
-            loop.remove_reader(sys.stdin)
-            stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if supervised:
-        loop.add_reader(sys.stdin, readable)
-    try:
-        yield stop
-    finally:
-        if supervised:
-            loop.remove_reader(sys.stdin)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-            if stop.is_set():
-                signal.signal(number, signal.SIG_IGN)
-
-
 _Config = TypeVar("_Config", bound=ServerConfig)
-_GARBAGE_THRESHOLD = 20_000  # messages and conversations have no cycles: rare collections suffice
 
 
 def run_service(
@@ -106,13 +70,3 @@ def _complain(name: str, problem: object) -> None:
 async def _serve(build: Callable[[_Config], Service], config: _Config) -> str | None:
     with stop_signals(supervised=config.supervised) as stop:
         return await serve(build(config), config, announce=print_ready, stop=stop)
-
-
-def print_ready(bound: Bound) -> None:
-    """Prints the READY line, and exempts everything loaded so far from garbage collection."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_GARBAGE_THRESHOLD, *gc.get_threshold()[1:])
-    line = {"port": bound.port, "metrics_port": bound.metrics_port}
-    sys.stdout.write(f"READY {json.dumps(line)}\n")
-    sys.stdout.flush()

@@ -30,12 +30,12 @@ from rollmesh.runtime.rpc.listening import (
     RequestBytes as RequestBytes,
     ServerConfig as ServerConfig,
     bind_host as bind_host,
+    check_exposed as check_exposed,
 )
 from rollmesh.runtime.rpc.repeats import Repeats as Repeats, digest_of as digest_of
 from rollmesh.runtime.rpc.server import (
     LOCK as LOCK,
     Service as Service,
-    check_exposed as check_exposed,
     guard_of as guard_of,
     serve as serve,
 )

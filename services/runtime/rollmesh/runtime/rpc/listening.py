@@ -1,5 +1,7 @@
 """Settings that every listening process shares, and the address to bind."""
 
+import ipaddress
+import logging
 import socket
 from dataclasses import dataclass
 from typing import Annotated
@@ -12,6 +14,7 @@ from rollmesh.runtime.telemetry.logs import LEVELS
 GRACE_MS = 10_000
 """Default time for running calls to finish on shutdown, milliseconds."""
 _MOST_PORT = 65_535
+_log = logging.getLogger(__name__)
 Port = Annotated[int, Bounds(0, _MOST_PORT)]
 RequestBytes = Annotated[int, Bounds(1, 2**31 - 1)]
 
@@ -111,3 +114,26 @@ def bind_host(config: ListeningConfig) -> str:
         raise ConfigError(f"host: {config.host}: {error}") from error
     host = str(found[0][4][0])
     return f"[{host}]" if ":" in host else host
+
+
+def check_exposed(config: ListeningConfig, host: str, remedy: str, *, locked: bool) -> None:
+    """Refuses an open service on an address that other machines reach.
+
+    Args:
+        config: Its settings.
+        host: The address that it binds.
+        remedy: Flags to set.
+        locked: Whether callers need credentials.
+
+    Raises:
+        ConfigError: The address is not a loopback address and the service is not locked.
+    """
+    if ipaddress.ip_address(host.strip("[]")).is_loopback or config.insecure_bind:
+        return
+    if not locked:
+        raise ConfigError(
+            f"host: {config.host} is reached from other machines, and everybody may call this "
+            f"service; set {remedy}, or --insecure-bind=true"
+        )
+    if not config.tls_certificate_file:
+        _log.warning("tokens and sessions travel in plain text to %s; set TLS", config.host)

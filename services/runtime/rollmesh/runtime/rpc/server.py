@@ -10,7 +10,6 @@ the grace period, flush and close the store, stop.
 """
 
 import asyncio
-import ipaddress
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection
@@ -28,17 +27,16 @@ from rollmesh.runtime import clock
 from rollmesh.runtime.access.guard import Guard
 from rollmesh.runtime.access.tls import TlsFiles
 from rollmesh.runtime.access.tokens import AcceptedTokens
-from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.runtime.in_flight import BytesInFlight
 from rollmesh.runtime.rpc.channels import SERVER_BOUNDS, WINDOW_OPTIONS, keepalive_options
 from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
 from rollmesh.runtime.rpc.listening import (
     Bound,
-    ListeningConfig,
     PortInUseError,
     ServerConfig,
     bind_host,
+    check_exposed,
 )
 from rollmesh.runtime.telemetry.endpoint import metrics_endpoint
 from rollmesh.runtime.telemetry.logs import fields
@@ -132,29 +130,6 @@ def credentials_of(config: ServerConfig) -> grpc.ServerCredentials | None:
     first = _certificates(files, requires=requires)
     fetcher: Any = fetch  # None says that nothing has changed. The stubs do not know that
     return grpc.dynamic_ssl_server_credentials(first, fetcher, requires)
-
-
-def check_exposed(config: ListeningConfig, host: str, remedy: str, *, locked: bool) -> None:
-    """Refuses an open service on an address that other machines reach.
-
-    Args:
-        config: Its settings.
-        host: The address that it binds.
-        remedy: Flags to set.
-        locked: Whether callers need credentials.
-
-    Raises:
-        ConfigError: The address is not a loopback address and the service is not locked.
-    """
-    if ipaddress.ip_address(host.strip("[]")).is_loopback or config.insecure_bind:
-        return
-    if not locked:
-        raise ConfigError(
-            f"host: {config.host} is reached from other machines, and everybody may call this "
-            f"service; set {remedy}, or --insecure-bind=true"
-        )
-    if not config.tls_certificate_file:
-        _log.warning("tokens and sessions travel in plain text to %s; set TLS", config.host)
 
 
 def _asks_certificates(config: ServerConfig) -> bool:

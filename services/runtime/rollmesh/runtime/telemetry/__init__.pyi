@@ -16,6 +16,7 @@ from rollmesh.runtime.telemetry.metrics import (
     show_alarms as show_alarms,
     watch_bytes as watch_bytes,
 )
+from rollmesh.runtime.telemetry.otlp import Encoder as Encoder, Exporter as Exporter
 from rollmesh.runtime.telemetry.tracing import (
     NOWHERE as NOWHERE,
     Place as Place,
