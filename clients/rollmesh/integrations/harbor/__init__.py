@@ -5,45 +5,25 @@ session of a rollout, and `HarborTrialRunner` runs them without a server. See `d
 """
 
 from rollmesh.integrations.harbor.connector import (
-    Connector,
-    HarborError,
-    Lost,
-    RelayClient,
-    Rollout,
-    ending_of,
-    path_of,
+    Connector as Connector,
+    HarborError as HarborError,
+    Lost as Lost,
+    RelayClient as RelayClient,
+    Rollout as Rollout,
+    ending_of as ending_of,
+    path_of as path_of,
 )
 from rollmesh.integrations.harbor.details import (
-    ServedTrials,
-    atif_of,
-    decode_of,
-    rollout_details_of,
-    write_details,
+    ServedTrials as ServedTrials,
+    atif_of as atif_of,
+    decode_of as decode_of,
+    rollout_details_of as rollout_details_of,
+    write_details as write_details,
 )
-from rollmesh.integrations.harbor.local import HarborTrialRunner
+from rollmesh.integrations.harbor.local import HarborTrialRunner as HarborTrialRunner
 from rollmesh.integrations.harbor.runner import (
-    HarborRolloutError,
-    HarborRunner,
-    settle,
-    task_of,
+    HarborRolloutError as HarborRolloutError,
+    HarborRunner as HarborRunner,
+    settle as settle,
+    task_of as task_of,
 )
-
-__all__ = [
-    "Connector",
-    "HarborError",
-    "HarborRolloutError",
-    "HarborRunner",
-    "HarborTrialRunner",
-    "Lost",
-    "RelayClient",
-    "Rollout",
-    "ServedTrials",
-    "atif_of",
-    "decode_of",
-    "ending_of",
-    "path_of",
-    "rollout_details_of",
-    "settle",
-    "task_of",
-    "write_details",
-]

@@ -4,31 +4,20 @@
 May import `launch`, `client` and `runtime`. Needs `rollmesh[mesh,ray]` on every node.
 """
 
-from rollmesh.integrations.ray.mesh import Mesh, MeshError, absolute_tables, check_same
-from rollmesh.integrations.ray.placement import (
-    Home,
-    Node,
-    RayConfig,
-    further,
-    pattern,
-    places,
-    same_kind,
-    spread,
+from rollmesh.integrations.ray.mesh import (
+    Mesh as Mesh,
+    MeshError as MeshError,
+    absolute_tables as absolute_tables,
+    check_same as check_same,
 )
-from rollmesh.integrations.ray.services import Status
-
-__all__ = [
-    "Home",
-    "Mesh",
-    "MeshError",
-    "Node",
-    "RayConfig",
-    "Status",
-    "absolute_tables",
-    "check_same",
-    "further",
-    "pattern",
-    "places",
-    "same_kind",
-    "spread",
-]
+from rollmesh.integrations.ray.placement import (
+    Home as Home,
+    Node as Node,
+    RayConfig as RayConfig,
+    further as further,
+    pattern as pattern,
+    places as places,
+    same_kind as same_kind,
+    spread as spread,
+)
+from rollmesh.integrations.ray.services import Status as Status

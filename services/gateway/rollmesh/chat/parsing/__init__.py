@@ -3,62 +3,44 @@
 May import `messages`, `json_values` and `tokenizer`. Never `templates`.
 """
 
-from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder, StopStrings
-from rollmesh.chat.parsing.calls.json_calls import HERMES, ObjectCallParser
-from rollmesh.chat.parsing.calls.python_calls import PythonicFormat, read_call
-from rollmesh.chat.parsing.calls.xml_calls import TaggedFormat
+from rollmesh.chat.parsing.answer import (
+    Answer as Answer,
+    IncrementalDecoder as IncrementalDecoder,
+    StopStrings as StopStrings,
+)
+from rollmesh.chat.parsing.calls.json_calls import (
+    HERMES as HERMES,
+    ObjectCallParser as ObjectCallParser,
+)
+from rollmesh.chat.parsing.calls.python_calls import (
+    PythonicFormat as PythonicFormat,
+    read_call as read_call,
+)
+from rollmesh.chat.parsing.calls.xml_calls import TaggedFormat as TaggedFormat
 from rollmesh.chat.parsing.detection import (
-    SIGNS,
-    check_readable,
-    choose,
-    detect,
-    known_parsers,
-    vllm_names,
-    vllm_problem,
+    SIGNS as SIGNS,
+    check_readable as check_readable,
+    choose as choose,
+    detect as detect,
+    known_parsers as known_parsers,
+    vllm_names as vllm_names,
+    vllm_problem as vllm_problem,
 )
 from rollmesh.chat.parsing.formats import (
-    CHANNELS,
-    FORMATS,
-    HARMONY,
-    UNKNOWN,
-    VLLM,
-    AnswerFormat,
-    tool_schemas,
+    CHANNELS as CHANNELS,
+    FORMATS as FORMATS,
+    HARMONY as HARMONY,
+    UNKNOWN as UNKNOWN,
+    VLLM as VLLM,
+    AnswerFormat as AnswerFormat,
+    tool_schemas as tool_schemas,
 )
-from rollmesh.chat.parsing.parser import ToolParser
-from rollmesh.chat.parsing.reasoning import MISTRAL_TAGS, REASONING_TAGS, TAGS, ReasoningSplitter
-from rollmesh.chat.parsing.schemas import Schema
-from rollmesh.chat.parsing.whole import Reading, WholeCallParser
-
-__all__ = [
-    "CHANNELS",
-    "FORMATS",
-    "HARMONY",
-    "HERMES",
-    "MISTRAL_TAGS",
-    "REASONING_TAGS",
-    "SIGNS",
-    "TAGS",
-    "UNKNOWN",
-    "VLLM",
-    "Answer",
-    "AnswerFormat",
-    "IncrementalDecoder",
-    "ObjectCallParser",
-    "PythonicFormat",
-    "Reading",
-    "ReasoningSplitter",
-    "Schema",
-    "StopStrings",
-    "TaggedFormat",
-    "ToolParser",
-    "WholeCallParser",
-    "check_readable",
-    "choose",
-    "detect",
-    "known_parsers",
-    "read_call",
-    "tool_schemas",
-    "vllm_names",
-    "vllm_problem",
-]
+from rollmesh.chat.parsing.parser import ToolParser as ToolParser
+from rollmesh.chat.parsing.reasoning import (
+    MISTRAL_TAGS as MISTRAL_TAGS,
+    REASONING_TAGS as REASONING_TAGS,
+    TAGS as TAGS,
+    ReasoningSplitter as ReasoningSplitter,
+)
+from rollmesh.chat.parsing.schemas import Schema as Schema
+from rollmesh.chat.parsing.whole import Reading as Reading, WholeCallParser as WholeCallParser

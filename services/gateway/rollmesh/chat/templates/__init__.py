@@ -3,47 +3,37 @@
 May import `messages`, `canonical`, `json_values` and `tokenizer`, and `parsing` for reasoning tags.
 """
 
-from rollmesh.chat.rendering import ModelTemplate, TemplateRenderError
-from rollmesh.chat.templates.continuation import Continuation, Seen, shown_time
-from rollmesh.chat.templates.jinja import ChatTemplate
+from rollmesh.chat.rendering import (
+    ModelTemplate as ModelTemplate,
+    TemplateRenderError as TemplateRenderError,
+)
+from rollmesh.chat.templates.continuation import (
+    Continuation as Continuation,
+    Seen as Seen,
+    shown_time as shown_time,
+)
+from rollmesh.chat.templates.jinja import ChatTemplate as ChatTemplate
 from rollmesh.chat.templates.loading import (
-    context_of,
-    load_model,
-    load_template,
-    vocabulary_of,
+    context_of as context_of,
+    load_model as load_model,
+    load_template as load_template,
+    vocabulary_of as vocabulary_of,
 )
-from rollmesh.chat.templates.probing import RememberedTemplate, SystemRule, probe
+from rollmesh.chat.templates.probing import (
+    RememberedTemplate as RememberedTemplate,
+    SystemRule as SystemRule,
+    probe as probe,
+)
 from rollmesh.chat.templates.profile import (
-    MOVING,
-    REWRITING,
-    Finding,
-    Kind,
-    TemplateProfile,
+    MOVING as MOVING,
+    REWRITING as REWRITING,
+    Finding as Finding,
+    Kind as Kind,
+    TemplateProfile as TemplateProfile,
 )
-from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.chat.templates.windows import RefusedOrder, TemplateRefusedError, readable
-
-__all__ = [
-    "MOVING",
-    "REWRITING",
-    "ChatTemplate",
-    "Continuation",
-    "Finding",
-    "Kind",
-    "ModelTemplate",
-    "RefusedOrder",
-    "RememberedTemplate",
-    "Seen",
-    "SpecialText",
-    "SystemRule",
-    "TemplateProfile",
-    "TemplateRefusedError",
-    "TemplateRenderError",
-    "context_of",
-    "load_model",
-    "load_template",
-    "probe",
-    "readable",
-    "shown_time",
-    "vocabulary_of",
-]
+from rollmesh.chat.templates.special_text import SpecialText as SpecialText
+from rollmesh.chat.templates.windows import (
+    RefusedOrder as RefusedOrder,
+    TemplateRefusedError as TemplateRefusedError,
+    readable as readable,
+)
