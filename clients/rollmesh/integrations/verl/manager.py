@@ -364,8 +364,8 @@ class AgentLoopManager:
         manager._thread.start()
         manager._ready.result(_START_S)
         rollouts = manager._rollouts
-        _verl("failures").explain(rollouts.failed, rollouts.summary.first_errors)
-        _verl("steps").observe(rollouts.report)
+        _verl("hooks").explain(rollouts.failed, rollouts.summary.first_errors)
+        _verl("hooks").observe(rollouts.report)
         return manager
 
     def generate_sequences(self, prompts: TensorDict) -> None:
@@ -449,7 +449,7 @@ def _keeping_extra_info(run: AgentRunner) -> AgentRunner:
 
 
 def _reward_loop(workers: Any) -> RewardLoopScore:
-    return cast("RewardLoopScore", _verl("rewards").RewardLoop(list(workers)).score)
+    return cast("RewardLoopScore", _verl("hooks").RewardLoop(list(workers)).score)
 
 
 def _verl(module: str) -> Any:
