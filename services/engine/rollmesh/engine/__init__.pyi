@@ -3,9 +3,12 @@
 from rollmesh.engine.adapters import Adapters as Adapters, read_config as read_config
 from rollmesh.engine.attached.sglang import SglangAnswer as SglangAnswer
 from rollmesh.engine.backend import (
+    NO_ID as NO_ID,
     Adapter as Adapter,
     GenerateInput as GenerateInput,
     ModelLimits as ModelLimits,
+    ScoreInput as ScoreInput,
+    Scores as Scores,
     Transfer as Transfer,
     aborted as aborted,
 )
@@ -32,7 +35,6 @@ from rollmesh.engine.requests import (
     read_score as read_score,
     read_transfer as read_transfer,
 )
-from rollmesh.engine.scores import NO_ID as NO_ID, ScoreInput as ScoreInput, Scores as Scores
 from rollmesh.engine.scripted import (
     ScriptedBackend as ScriptedBackend,
     scripted_experts as scripted_experts,

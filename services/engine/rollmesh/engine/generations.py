@@ -11,11 +11,18 @@ from contextlib import aclosing, contextmanager
 
 from rollmesh.engine import metrics
 from rollmesh.engine.adapters import Adapters
-from rollmesh.engine.backend import MOST_COLUMN_BYTES, Adapter, Backend, aborted, parted
+from rollmesh.engine.backend import (
+    MOST_COLUMN_BYTES,
+    Adapter,
+    Backend,
+    ScoreInput,
+    Scores,
+    aborted,
+    parted,
+)
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.control import Control
 from rollmesh.engine.requests import RequestImages, read_generate, read_score
-from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.runtime import BytesInFlight, clock
 from rollmesh.runtime.errors import (
     DeadlineError,

@@ -8,13 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rollmesh.engine.backend import (
-    GenerateInput,
-    ModelLimits,
-    Transfer,
-)
+from rollmesh.engine.backend import NO_ID, GenerateInput, ModelLimits, ScoreInput, Transfer
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.scores import NO_ID, ScoreInput
 from rollmesh.mesh import HeldBytes, Images, check_hashes, check_places
 from rollmesh.runtime.codec import (
     SAMPLING_RANGES,

@@ -24,11 +24,14 @@ import safetensors
 from numpy.typing import NDArray
 
 from rollmesh.engine.backend import (
+    NO_ID,
     Adapter,
     GenerateInput,
     Load,
     ModelLimits,
     PauseMode,
+    ScoreInput,
+    Scores,
     Transfer,
     aborted,
     message,
@@ -36,7 +39,6 @@ from rollmesh.engine.backend import (
 )
 from rollmesh.engine.checkpoints import weight_files
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.scores import NO_ID, ScoreInput, Scores
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec import (
     EXPERTS,

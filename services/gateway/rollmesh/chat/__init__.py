@@ -23,7 +23,6 @@ from rollmesh.chat.constraints import (
     constraint_of as constraint_of,
 )
 from rollmesh.chat.conversation import ChatModel as ChatModel, Conversation as Conversation
-from rollmesh.chat.errors import InvalidInputError as InvalidInputError
 from rollmesh.chat.images import (
     ConstantRule as ConstantRule,
     GridRule as GridRule,
@@ -47,6 +46,7 @@ from rollmesh.chat.json_values import (
 )
 from rollmesh.chat.messages import (
     Image as Image,
+    InvalidInputError as InvalidInputError,
     Message as Message,
     MessageGroup as MessageGroup,
     RenderContext as RenderContext,

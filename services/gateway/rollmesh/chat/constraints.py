@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.json_values import write_json
-from rollmesh.chat.messages import RenderContext
+from rollmesh.chat.messages import InvalidInputError, RenderContext
 from rollmesh.chat.parsing.calls import channels, gemma_calls, json_calls as object_formats
 from rollmesh.chat.parsing.formats import (
     CHANNELS,

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.images import (
     ImageRefusedError,
     ImageRule,
@@ -23,6 +22,7 @@ from rollmesh.chat.images import (
 )
 from rollmesh.chat.messages import (
     Image,
+    InvalidInputError,
     Message,
     MessageGroup,
     RenderContext,

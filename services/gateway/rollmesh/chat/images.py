@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollmesh.chat.errors import InvalidInputError
-from rollmesh.chat.messages import Image
+from rollmesh.chat.messages import Image, InvalidInputError
 from rollmesh.chat.tokenizer import ModelFilesError, ModelTokenizer, TokenIds, read_json
 
 _ID_NAMES = (

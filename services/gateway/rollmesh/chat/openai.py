@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias, get_args
 
-from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.json_values import write_json
-from rollmesh.chat.messages import Image, Message, RoleName, ToolCall
+from rollmesh.chat.messages import Image, InvalidInputError, Message, RoleName, ToolCall
 
 ReadImage: TypeAlias = Callable[[str, Mapping[str, Any]], Image]
 """Returns the image of a part, given the part's name in errors."""

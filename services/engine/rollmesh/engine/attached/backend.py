@@ -27,13 +27,14 @@ from rollmesh.engine.backend import (
     Load,
     ModelLimits,
     PauseMode,
+    ScoreInput,
+    Scores,
     Transfer,
     aborted,
 )
 from rollmesh.engine.config import ATTACHED, EngineConfig
 from rollmesh.engine.control import to_the_end
 from rollmesh.engine.requests import read_generate
-from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.runtime import clock
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import (

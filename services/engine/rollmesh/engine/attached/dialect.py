@@ -8,9 +8,15 @@ from typing import Any, ClassVar
 
 from rollmesh.engine.attached.answers import Answer
 from rollmesh.engine.attached.server import Server
-from rollmesh.engine.backend import GenerateInput, ModelLimits, PauseMode, Transfer
+from rollmesh.engine.backend import (
+    GenerateInput,
+    ModelLimits,
+    PauseMode,
+    ScoreInput,
+    Scores,
+    Transfer,
+)
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.runtime.errors import (
     EngineStartError,
     InvalidConstraintError,

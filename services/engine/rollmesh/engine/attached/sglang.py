@@ -17,9 +17,17 @@ import safetensors
 from rollmesh.engine.attached.answers import Answer, Row, expect, read_id, well_formed
 from rollmesh.engine.attached.dialect import Dialect, vocabulary
 from rollmesh.engine.attached.server import RefusedError
-from rollmesh.engine.backend import GenerateInput, ModelLimits, PauseMode, Transfer, numerics_of
+from rollmesh.engine.backend import (
+    FINISHES,
+    GenerateInput,
+    ModelLimits,
+    PauseMode,
+    ScoreInput,
+    Scores,
+    Transfer,
+    numerics_of,
+)
 from rollmesh.engine.checkpoints import find_fault, read_headers
-from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.runtime.errors import (
     EngineFaultError,
     EngineStartError,
@@ -27,13 +35,8 @@ from rollmesh.runtime.errors import (
     InvalidSamplingError,
     InvalidWeightsError,
 )
-from rollmesh.v1 import engine_pb2, sampling_pb2
+from rollmesh.v1 import engine_pb2
 
-_FINISHES = {
-    "stop": sampling_pb2.FINISH_REASON_STOP,
-    "length": sampling_pb2.FINISH_REASON_LENGTH,
-    "abort": sampling_pb2.FINISH_REASON_ABORT,
-}
 _MOST_REPETITION = 2.0
 _HOT = 4.0
 _SAME = 1e-2
@@ -334,7 +337,7 @@ class SglangAnswer(Answer):
             )
         reason = meta["finish_reason"]
         if reason is not None:
-            self._end(_FINISHES[reason["type"]], meta["weight_versions"], reason.get("matched"))
+            self._end(FINISHES[reason["type"]], meta["weight_versions"], reason.get("matched"))
         if "prompt_tokens" in meta:  # not where a request is aborted in the queue
             self._note_prompt(meta["prompt_tokens"], meta["cached_tokens"])
 

@@ -8,9 +8,17 @@ import numpy as np
 
 from rollmesh.engine.attached.answers import Answer, Row, expect, read_id, well_formed
 from rollmesh.engine.attached.dialect import Dialect, vocabulary
-from rollmesh.engine.backend import GenerateInput, ModelLimits, PauseMode, Transfer, numerics_of
+from rollmesh.engine.backend import (
+    FINISHES,
+    GenerateInput,
+    ModelLimits,
+    PauseMode,
+    ScoreInput,
+    Scores,
+    Transfer,
+    numerics_of,
+)
 from rollmesh.engine.requests import check_temperature
-from rollmesh.engine.scores import ScoreInput, Scores
 from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.errors import (
     EngineFaultError,
@@ -20,15 +28,10 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     WeightTransferError,
 )
-from rollmesh.v1 import engine_pb2, sampling_pb2
+from rollmesh.v1 import engine_pb2
 
 _EXTENSION = "rollmesh.engine.vllm.worker_extension.WeightReceiver"
 _LOGPROBS_MODES = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
-_FINISHES = {
-    "stop": sampling_pb2.FINISH_REASON_STOP,
-    "length": sampling_pb2.FINISH_REASON_LENGTH,
-    "abort": sampling_pb2.FINISH_REASON_ABORT,
-}
 _NO_NUMBER = -9999.0
 """vLLM writes it in place of NaN and of minus infinity."""
 
@@ -298,7 +301,7 @@ class VllmAnswer(Answer):
         reason = choice["finish_reason"]
         if reason is not None:
             spans = choice["weight_versions"] or ()
-            self._end(_FINISHES[reason], spans, choice["stop_reason"])
+            self._end(FINISHES[reason], spans, choice["stop_reason"])
             self._note_usage(part)
         else:
             expect(bool(ids), "a part of it is empty")

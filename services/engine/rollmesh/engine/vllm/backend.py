@@ -39,18 +39,21 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from rollmesh.engine.backend import (
+    FINISHES,
+    NO_ID,
     Adapter,
     GenerateInput,
     Load,
     ModelLimits,
     PauseMode,
+    ScoreInput,
+    Scores,
     Transfer,
     aborted,
     numerics_of,
 )
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.requests import MAX_TOP_K, check_temperature, read_generate
-from rollmesh.engine.scores import NO_ID, ScoreInput, Scores
 from rollmesh.engine.vllm.adapters import AdapterChecks, linear_modules, modules_of
 from rollmesh.engine.vllm.chunks import (
     Heartbeat,
@@ -455,11 +458,6 @@ def _cpu_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _log = logging.getLogger(__name__)
-_FINISHES = {
-    "stop": sampling_pb2.FINISH_REASON_STOP,
-    "length": sampling_pb2.FINISH_REASON_LENGTH,
-    "abort": sampling_pb2.FINISH_REASON_ABORT,
-}
 _HEALTH_CHECK_S = 0.5
 _PREPARED_S = 300.0
 """Time that weights have to be prepared while the model samples, seconds."""
@@ -937,7 +935,7 @@ def _check_prompt(output: Any, request: GenerateInput) -> None:
 
 
 def _finish(completion: Any, cached_tokens: int) -> engine_pb2.GenerateFinish:
-    reason = _FINISHES.get(completion.finish_reason)
+    reason = FINISHES.get(completion.finish_reason)
     if reason is None:
         raise EngineDeadError(f"vLLM ended a request with {completion.finish_reason!r}")
     stop = completion.stop_reason

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.engine.backend import GenerateInput, message
-from rollmesh.engine.scores import ScoreInput, Scores
+from rollmesh.engine.backend import GenerateInput, ScoreInput, Scores, message
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec import (
     SUPPORT,

@@ -35,7 +35,11 @@ from rollmesh.chat.parsing.formats import (
     AnswerFormat as AnswerFormat,
     tool_schemas as tool_schemas,
 )
-from rollmesh.chat.parsing.parser import ToolParser as ToolParser
+from rollmesh.chat.parsing.parser import (
+    Reading as Reading,
+    ToolParser as ToolParser,
+    WholeCallParser as WholeCallParser,
+)
 from rollmesh.chat.parsing.reasoning import (
     MISTRAL_TAGS as MISTRAL_TAGS,
     REASONING_TAGS as REASONING_TAGS,
@@ -43,4 +47,3 @@ from rollmesh.chat.parsing.reasoning import (
     ReasoningSplitter as ReasoningSplitter,
 )
 from rollmesh.chat.parsing.schemas import Schema as Schema
-from rollmesh.chat.parsing.whole import Reading as Reading, WholeCallParser as WholeCallParser

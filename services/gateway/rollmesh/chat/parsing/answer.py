@@ -11,10 +11,10 @@ from rollmesh.chat.parsing.parser import (
     TextEvent,
     ToolCallEvent,
     ToolParser,
+    WholeCallParser,
     possible_start,
 )
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
-from rollmesh.chat.parsing.whole import WholeCallParser
 from rollmesh.chat.tokenizer import ModelTokenizer
 
 # Incremental decoding of sampled ids, and stop strings.

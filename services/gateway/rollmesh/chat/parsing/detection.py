@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.errors import InvalidInputError
-from rollmesh.chat.messages import Message, RenderContext, ToolCall
+from rollmesh.chat.messages import InvalidInputError, Message, RenderContext, ToolCall
 from rollmesh.chat.parsing.answer import IncrementalDecoder
 from rollmesh.chat.parsing.formats import (
     CHANNELS,

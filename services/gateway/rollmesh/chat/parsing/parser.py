@@ -1,11 +1,11 @@
 """Common parts of the tool-call parsers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rollmesh.chat.json_values import replace_surrogates
+from rollmesh.chat.json_values import escape_surrogates, is_object, replace_surrogates
 
 # What becomes certain of an answer while it is sampled, from the parsers up to the wire.
 
@@ -305,3 +305,69 @@ def first_of(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
 def has_words(text: str) -> bool:
     """Returns whether a text is more than whitespace."""
     return bool(text.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The findings of a parser in an answer."""
+
+    content: str
+    calls: tuple[tuple[str, str], ...]
+    """Name and arguments of each."""
+
+
+class WholeCallParser(ToolParser):
+    """Tool calls that another parser finds in the complete answer.
+
+    The text is held back until the end. Calls count only if all of them name known tools and have
+    an object as arguments. Otherwise the complete answer is text, and flagged. So is the answer if
+    the other parser failed, or left out a part of an answer without calls.
+
+    Order of use: `feed`, `take` once, `finish`.
+    """
+
+    def __init__(self, names: Set[str]) -> None:
+        """Begins an empty answer. `names` are the known tools."""
+        super().__init__()
+        self._names = names
+        self._reading: Reading | None = None
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return "".join(self._pieces)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all text was passed on."""
+        return not self._pieces
+
+    def feed(self, text: str) -> list[ParserEvent]:
+        """Takes text. Nothing of it is certain."""
+        self._pieces.append(text)
+        return []
+
+    def take(self, reading: Reading | None) -> None:
+        """Takes the findings. None if the parser failed."""
+        self._reading = reading
+
+    def finish(self) -> list[ParserEvent]:
+        """Returns the events of the whole answer."""
+        events: list[ParserEvent] = []
+        found = self._reading
+        if found is not None and found.calls and all(map(self._is_whole, found.calls)):
+            self.emit_text(replace_surrogates(found.content), events)
+            for name, arguments in found.calls:
+                self.begin_call(name, events)
+                self.emit_arguments(escape_surrogates(arguments), events)
+        elif self.text:
+            kept = found is not None and found.content.strip() == self.text.strip()
+            self.malformed = not kept or bool(found and found.calls)
+            self.emit_text(self.text, events)
+        self.end_text(events)
+        return events
+
+    def _is_whole(self, call: tuple[str, str]) -> bool:
+        name, arguments = call
+        return name in self._names and is_object(arguments)

@@ -21,9 +21,15 @@ from functools import partial
 from typing import Any
 
 from rollmesh.chat.caches import ByteCache
-from rollmesh.chat.errors import InvalidInputError
 from rollmesh.chat.json_values import read_json
-from rollmesh.chat.messages import Image, Message, MessageGroup, RenderContext, ToolCall
+from rollmesh.chat.messages import (
+    Image,
+    InvalidInputError,
+    Message,
+    MessageGroup,
+    RenderContext,
+    ToolCall,
+)
 from rollmesh.chat.tokenizer import ModelTokenizer
 
 _CONTEXTS_BYTES = 16 * 1024 * 1024
