@@ -93,11 +93,6 @@ async def test_a_bad_request_names_its_field_and_the_engine_stays_up(
     assert len((await engine.generate(engine.request(2, 0))).ids) == 2
 
 
-def patterned(pattern: str) -> str:
-    schema = {"properties": {"a": {"type": "string", "pattern": pattern}}}
-    return json.dumps({"format": {"type": "json_schema", "json_schema": schema}})
-
-
 @pytest.mark.parametrize(
     ("tag", "says"),
     [
@@ -105,13 +100,6 @@ def patterned(pattern: str) -> str:
         pytest.param('{"type": "structural_tag"}', "no format", id="no format"),
         pytest.param('{"format": ' * 80 + "{}" + "}" * 80, "nested deeper", id="deep"),
         pytest.param('{"format": {"a": "' + "x" * 131_072 + '"}}', "more than", id="large"),
-        pytest.param(patterned("(" * 31_000 + "a" + ")" * 31_000), "brackets", id="pattern"),
-        pytest.param(patterned("(?:[(]\\(" * 65), "brackets", id="groups"),
-        pytest.param(
-            json.dumps({"format": {"type": "grammar", "grammar": "root ::= " + "(" * 65}}),
-            "a grammar with brackets",
-            id="grammar",
-        ),
     ],
 )
 async def test_a_constraint_that_is_none_is_refused(engine: Engine, tag: str, says: str) -> None:
@@ -168,11 +156,6 @@ async def takes(engine: Engine, constraint: engine_pb2.Constraint) -> None:
             await engine.generate(request)
         return
     assert (await engine.generate(request)).ids
-
-
-async def test_brackets_that_are_text_do_not_count_as_nesting(engine: Engine) -> None:
-    tag = patterned("^" + r"\([(]" * 100 + "$")
-    await takes(engine, engine_pb2.Constraint(structural_tag_json=tag))
 
 
 async def test_a_schema_with_too_many_parts_is_refused(engine: Engine) -> None:

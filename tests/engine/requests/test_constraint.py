@@ -136,6 +136,11 @@ def deep(levels: int) -> object:
             tag({"type": "string", "pattern": "[a-z]{20000}"}), "to parse", id="long to parse"
         ),
         pytest.param(tag(deep(200)), "nested deeper", id="deep"),
+        pytest.param(
+            tag({"type": "string", "pattern": "(" * 31_000 + "a" + ")" * 31_000}),
+            "crashes the grammar compiler",
+            id="a deep pattern",
+        ),
         pytest.param("[" * 100_000, "not JSON|nested", id="deeper than the parser"),
         pytest.param(tag({"enum": ["x" * 200_000]}), "more than", id="large"),
         pytest.param(

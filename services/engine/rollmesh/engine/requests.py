@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -147,10 +146,6 @@ def _texts(value: Any) -> list[str]:
 _MAX_BYTES = 128 * 1024
 _MAX_NESTING = 64
 _MAX_OPTIONAL = 256  # 80 ms of every step for a vocabulary of 150,000 tokens
-_PARSED = {"pattern", "grammar"}
-"""Keys whose texts a grammar library parses."""
-_GROUPS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+\]?|[()]", re.DOTALL)
-"""Groups, after escaped characters and classes, in which brackets are text."""
 _FIELD = "constraint.structural_tag_json"
 
 
@@ -176,11 +171,6 @@ def check_constraint(request: engine_pb2.GenerateRequest) -> None:
         raise InvalidConstraintError(_FIELD, "has no format; send a structural tag")
     if _is_deeper(tag, _MAX_NESTING):
         raise InvalidConstraintError(_FIELD, f"is nested deeper than {_MAX_NESTING} levels")
-    for name, pattern in _patterns(tag):
-        if _nests_deeper(pattern, _MAX_NESTING):
-            raise InvalidConstraintError(
-                _FIELD, f"has a {name} with brackets nested deeper than {_MAX_NESTING} levels"
-            )
     try:
         optional = max((most_optional(schema) for schema, _ in tag_schemas(tag)), default=0)
     except ValueError as error:
@@ -196,34 +186,6 @@ def check_constraint(request: engine_pb2.GenerateRequest) -> None:
     for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_sequences"):
         if getattr(request.sampling, name):  # after the end of the tag only an end token is allowed
             raise InvalidSamplingError(f"sampling.{name}", "cannot be combined with a constraint")
-
-
-def _patterns(value: object) -> Iterator[tuple[str, str]]:
-    """Yields the patterns and grammars in a structural tag, and texts that could be some."""
-    if isinstance(value, list):
-        for one in value:
-            yield from _patterns(one)
-    elif isinstance(value, dict):
-        for key, one in value.items():
-            if isinstance(one, str):
-                if key in _PARSED:
-                    yield key, one
-            else:
-                if key == "patternProperties" and isinstance(one, dict):
-                    yield from (("pattern", pattern) for pattern in one)
-                yield from _patterns(one)
-
-
-def _nests_deeper(pattern: str, levels: int) -> bool:
-    """Returns whether groups of a pattern or grammar nest deeper than some levels."""
-    if pattern.count("(") <= levels:
-        return False
-    depth = 0
-    for found in _GROUPS.finditer(pattern):
-        depth += {"(": 1, ")": -1}.get(found.group(), 0)
-        if depth > levels:
-            return True
-    return False
 
 
 def _is_deeper(value: object, levels: int) -> bool:
