@@ -316,9 +316,8 @@ class _Attached:
     def begin(self, step: int, saved: Mapping[str, Any]) -> None:
         """Opens a run for the training that begins, or goes on after a checkpoint.
 
-        Args:
-            step: The trainer's step. 0 without a checkpoint.
-            saved: As returned by `saved`. Empty if the checkpoint has nothing of the mesh.
+        Without a checkpoint the step is 0. `saved` is empty if the checkpoint has nothing of the
+        mesh.
         """
         version = saved["version"] + 1 if saved else step + bool(step)
         self._open(version, saved.get("consumers", {}), saved.get("job") or uuid.uuid4().hex)

@@ -101,12 +101,8 @@ def ending_of(row: Mapping[str, Any], rewards: Mapping[str, Any], reward: str) -
     """Returns how the session of a rollout is closed. None while the rollout runs.
 
     A rollout that failed by its infrastructure has no reward, whatever Harbor's verifier says of
-    it: a time-out of a sandbox is not the policy's 0.
-
-    Args:
-        row: The rollout, from Harbor's view `rollout`.
-        rewards: Its rewards by name. Those that Harbor holds invalid are None.
-        reward: Name of the reward of the session.
+    it: a time-out of a sandbox is not the policy's 0. Of the rewards, those that Harbor holds
+    invalid are None.
     """
     if row["state"] not in _ENDED:
         return None
@@ -239,10 +235,7 @@ class RelayClient(ABC):
     def __init__(self, server: str, name: str, key: str) -> None:
         """Connects nothing yet.
 
-        Args:
-            server: URL of the Harbor server.
-            name: The `session_id` with which jobs are submitted. One connection at a time has it.
-            key: The server's API key.
+        `name` is the `session_id` with which jobs are submitted. One connection at a time has it.
         """
         self._server = server.rstrip("/")
         self._name = name

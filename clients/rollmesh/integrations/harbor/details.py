@@ -116,12 +116,6 @@ async def write_stored(
     A trial that Harbor has not begun has no result, and a session without a turn no tokens: nothing
     is written for them.
 
-    Args:
-        client: Of the mesh.
-        session_id: The session.
-        folder_of: Returns the folder of its trial.
-        decode: As of `write_details`.
-
     Raises:
         TimeoutError: The collector does not get the session in time.
         RollmeshError: It does not answer.

@@ -99,11 +99,7 @@ def settle(
 ) -> dict[str, float]:
     """Returns the rewards of an ended trial. Its end, its error and its times become metadata.
 
-    Args:
-        session: The session that answered its agent.
-        result: Harbor's `TrialResult` as JSON values. Empty if the trial has not begun.
-        reward: Name of the reward of the session.
-        is_cancelled: Whether somebody cancelled the trial.
+    The result is Harbor's `TrialResult` as JSON values, empty if the trial has not begun.
 
     Raises:
         HarborRolloutError: It failed by its infrastructure. There is no reward.

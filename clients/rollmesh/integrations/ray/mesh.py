@@ -168,11 +168,6 @@ def absolute_tables(config: Path | str | Tables) -> Tables:
 def entries_of(tables: Tables, planned: Sequence[Process], address: Mapping[str, str]) -> Entries:
     """Returns the entries of a mesh, whose tokens are made if there are none.
 
-    Args:
-        tables: Of its configuration.
-        planned: Its first processes.
-        address: Addresses of routers and scorer, by their names.
-
     Raises:
         ConfigError: The tokens cannot be written.
     """

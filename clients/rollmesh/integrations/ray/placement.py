@@ -107,12 +107,8 @@ def spread(wanted: Sequence[Place], nodes: Iterable[Node], taken: Iterable[str])
     """Returns a node for each place, by the names of their processes.
 
     A place goes to the node that has the fewest of its service, among nodes with enough CPUs, and
-    to the largest of several.
-
-    Args:
-        wanted: The places.
-        nodes: The nodes that are alive.
-        taken: Nodes of processes of the same service that run already, each as often as it has.
+    to the largest of several. `taken` has the nodes of processes of the same service that run
+    already, each as often as it has.
     """
     known = sorted(nodes, key=lambda node: (-node.cpus, node.node_id))
     counts = {one.process.service: Counter(taken) for one in wanted}
@@ -132,12 +128,7 @@ def further(
 ) -> list[Place]:
     """Returns further processes of a service, with the lowest numbers that are free.
 
-    Args:
-        tables: The tables of the mesh.
-        service: `engine`, `gateway` or `sidecar`.
-        model: Its model, empty for the only one.
-        taken: Names of the processes that run.
-        count: Number of further ones.
+    `taken` names the processes that run. The model may be empty if there is one.
 
     Raises:
         ConfigError: The mesh does not have the model, or several and none is named.

@@ -70,11 +70,7 @@ _COLUMNS = ["old_log_probs", "rollout_log_probs", "response_mask"]
 
 
 def observe(report: Callable[[int, list[str], dict[str, float]], None]) -> None:
-    """Makes verl's trainers report each step, while its rows are still in the queue.
-
-    Args:
-        report: Takes the step, the uids of its prompts, and its numbers.
-    """
+    """Makes verl's trainers report each step, while its rows are still in the queue."""
 
     @functools.wraps(_METRICS)
     def with_report(
@@ -112,11 +108,8 @@ def explain(failed: Counter[str], errors: Callable[[], Sequence[str]]) -> None:
     """Makes verl's replay buffers name the failed sessions of this process's manager.
 
     verl prints `training/rollout_failure/failed_sessions` with a step's metrics. Its error about
-    groups without trajectories ends with the texts of the agents' errors.
-
-    Args:
-        failed: Failed sessions so far by partition, "train" or "val".
-        errors: Returns a line for each of the first distinct errors.
+    groups without trajectories ends with the texts of the agents' errors. `errors` returns a line
+    for each of the first distinct errors.
     """
     seen: Counter[str] = Counter()
 

@@ -54,10 +54,6 @@ def revision_of(adapter: sampling_pb2.AdapterRef) -> Revision:
 def read_config(text: str, max_rank: int) -> dict[str, Any]:
     """Returns the fields of PEFT's adapter_config.json.
 
-    Args:
-        text: The JSON.
-        max_rank: Highest rank that the engine takes.
-
     Raises:
         InvalidFieldError: It is no config of a plain LoRA adapter, or its rank is too high.
     """
@@ -201,10 +197,6 @@ class Adapters:
 
     async def load(self, header: engine_pb2.AdapterHeader, chunks: AsyncIterator[bytes]) -> None:
         """Loads a revision, and unloads those that it replaces. All is checked before.
-
-        Args:
-            header: The revision and its config. Its fields are set.
-            chunks: The safetensors file.
 
         Raises:
             InvalidFieldError: The config or a tensor does not fit the model, or there is no room.

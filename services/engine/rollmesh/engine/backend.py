@@ -194,13 +194,7 @@ class ModelLimits:
 
 
 def numerics_of(backend: str, logprobs: str, **values: Any) -> sampling_pb2.Numerics:
-    """Returns the numerics of a backend, with the id of their values.
-
-    Args:
-        backend: Its name.
-        logprobs: The setting `logprobs`: raw or sampled.
-        values: The other fields.
-    """
+    """Returns the numerics of a backend, with the id of their values."""
     mode = sampling_pb2.LogprobsMode.Value(f"LOGPROBS_MODE_{logprobs.upper()}")
     found = sampling_pb2.Numerics(backend=backend, logprobs=mode, **values)
     digest = hashlib.sha256(found.SerializeToString(deterministic=True))
@@ -295,12 +289,8 @@ class Backend(Protocol):
     async def check_weights(self, source: Path | Transfer, *, prepares: bool = False) -> None:
         """Checks a safetensors file, a directory of such files, or a transfer before its update.
 
-        The model samples meanwhile.
-
-        Args:
-            source: The weights.
-            prepares: Whether the next `load_weights` is to be short. The backend may then take
-                the memory of a second copy of the weights.
+        The model samples meanwhile. With `prepares`, the next `load_weights` is to be short. The
+        backend may then take the memory of a second copy of the weights.
 
         Raises:
             InvalidWeightsError: The weights do not fit the model.

@@ -50,10 +50,7 @@ class Header:
 def find_fault(source: Path, wanted: Mapping[str, Header], *, tied: bool) -> str:
     """Returns the fault of a checkpoint that a model is to load. Empty if it fits.
 
-    Args:
-        source: A directory, or a file.
-        wanted: The tensors of the model.
-        tied: Whether the model uses its embedding as its output layer, also if it has both.
+    A `tied` model uses its embedding as its output layer, also if it has both.
 
     Raises:
         safetensors.SafetensorError: A file is damaged or truncated.
@@ -87,9 +84,7 @@ def _equal(one: Bits, other: Bits) -> bool:
 def bits_of(file: Path, mode: Literal["r", "r+"]) -> dict[str, Bits]:
     """Returns the tensors of a safetensors file by name, whose header has been checked.
 
-    Args:
-        file: The file.
-        mode: "r+" if to write to a tensor is to write to the file.
+    With the mode "r+", to write to a tensor is to write to the file.
 
     Raises:
         OSError: It cannot be read or written.

@@ -177,12 +177,6 @@ class Control:
         It is completed even if its caller leaves, once the model is held. The model stays held if
         its process died.
 
-        Args:
-            source: The weights.
-            policy_version: Their version.
-            mode: The treatment of running requests.
-            prepares: See `Backend.check_weights`.
-
         Returns:
             Duration of the sampling pause, milliseconds.
 
@@ -340,10 +334,6 @@ class WeightUpdates:
         self, header: engine_pb2.UpdateWeightsHeader, chunks: AsyncIterator[bytes]
     ) -> int:
         """Loads new weights. A push that the engine already holds changes nothing.
-
-        Args:
-            header: Version and source of the weights.
-            chunks: The safetensors file, if that is the source.
 
         Returns:
             Duration of the sampling pause, milliseconds.

@@ -206,8 +206,7 @@ class Generations:
     async def abort(self, request_ids: set[str] | None) -> list[str]:
         """Aborts generations. Each ends with the tokens sampled so far.
 
-        Args:
-            request_ids: Their ids. None aborts all.
+        None aborts all.
 
         Returns:
             The ids of those that are running, sorted.

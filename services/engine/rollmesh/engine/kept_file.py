@@ -77,10 +77,6 @@ def apply(difference: Path, file: Path) -> None:
 
     It reads every byte of the file for its checksums.
 
-    Args:
-        difference: File of the difference.
-        file: File of the weights that it changes.
-
     Raises:
         InvalidWeightsError: The difference is malformed.
         WeightsBaseError: A checksum is another one, or the tensors have other names.

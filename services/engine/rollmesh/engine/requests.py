@@ -213,10 +213,7 @@ def read_sampling(
 ) -> sampling_pb2.SamplingParams:
     """Returns checked parameters with all defaults. A seed has none.
 
-    Args:
-        params: The parameters of a request.
-        room: Number of ids left in the context, the most that `max_tokens` may be.
-        vocabulary_tokens: Size of the vocabulary.
+    `room` is the number of ids left in the context.
 
     Raises:
         InvalidSamplingError: Names the field.
@@ -287,10 +284,7 @@ _MAX_BANNED = 64
 def read_generate(streamed: engine_pb2.StreamedGenerate, limits: ModelLimits) -> GenerateInput:
     """Returns the validated request.
 
-    Args:
-        streamed: The request, whose sampling gets its defaults. With `max_chunk_tokens` 0 it asks
-            for a single message.
-        limits: Limits of the backend.
+    Its sampling gets its defaults. With `max_chunk_tokens` 0 it asks for a single message.
 
     Raises:
         InvalidFieldError: Names the field and its fault.
@@ -420,10 +414,6 @@ class RequestImages:
 
     async def read(self, images: Images, prompt_tokens: int) -> dict[str, bytes]:
         """Returns the bytes of the images of a request, by hash.
-
-        Args:
-            images: The images.
-            prompt_tokens: Number of ids of the prompt.
 
         Raises:
             InvalidFieldError: There are too many, or one has no place in the prompt.

@@ -23,10 +23,7 @@ class ByteCache(Generic[_Key, _Value]):
     def get(self, key: _Key, size: int, make: Callable[[], _Value]) -> _Value:
         """Returns the value of a key, and makes it if it is not cached.
 
-        Args:
-            key: Names the value.
-            size: Approximate size of the entry, bytes.
-            make: Returns the value. Its exceptions propagate, and nothing is cached.
+        `size` is approximate, in bytes. Exceptions of `make` propagate, and nothing is cached then.
         """
         with self._lock:
             if key in self._entries:

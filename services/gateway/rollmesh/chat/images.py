@@ -204,10 +204,6 @@ def read_image(field: str, part: Mapping[str, Any]) -> tuple[Image, bytes]:
 
     The image is at the beginning of a content. Its file is decoded once.
 
-    Args:
-        field: Names the part in errors.
-        part: The part. Its URL is a data URL in base64.
-
     Raises:
         InvalidInputError: The part has another form, or the file is not a PNG, JPEG, WebP or GIF of
             one frame, at most 20 MiB, 16 Mi pixels and 32 scans.
@@ -292,10 +288,7 @@ class Placeholder(NamedTuple):
 def expand(ids: TokenIds, images: Sequence[Image], rule: ImageRule) -> TokenIds:
     """Returns ids with the run of each image in place of its placeholder.
 
-    Args:
-        ids: Ids with one placeholder for each image, in order. Uint32 [N].
-        images: The images.
-        rule: How the model's processor represents images.
+    Ids have one placeholder for each image, in order. Uint32 [N].
 
     Raises:
         PlacementError: There are more or fewer placeholders than images.
@@ -319,10 +312,8 @@ def expand(ids: TokenIds, images: Sequence[Image], rule: ImageRule) -> TokenIds:
 def locate(ids: TokenIds, images: Sequence[Image], rule: ImageRule) -> list[Placeholder]:
     """Returns where the runs of images are in expanded ids.
 
-    Args:
-        ids: What `expand` returned, or an array that contains it. Uint32 [N].
-        images: All images of these ids, in order.
-        rule: The rule that expanded them.
+    The ids, uint32 [N], are what `expand` returned, or contain it. The images are all of theirs, in
+    order.
 
     Raises:
         PlacementError: The ids do not hold exactly the runs of these images.

@@ -99,9 +99,7 @@ neighbours. A run of results is never split. Some print system messages at the b
 def group_messages(messages: tuple[Message, ...], *, begins: bool = True) -> list[MessageGroup]:
     """Returns the messages cut into groups, in order.
 
-    Args:
-        messages: The messages.
-        begins: Whether they begin a conversation.
+    `begins` says whether they begin a conversation.
     """
     groups: list[MessageGroup] = []
     for role, run in groupby(messages, attrgetter("role")):

@@ -20,9 +20,7 @@ def read_messages(
 ) -> tuple[Message, ...]:
     """Returns messages from their OpenAI form.
 
-    Args:
-        messages: The messages.
-        read_image: Returns the image of a part of type `image_url`. None refuses such parts.
+    Without `read_image`, parts of the type `image_url` are refused.
 
     Raises:
         InvalidInputError: A message has another form. The error names the field.

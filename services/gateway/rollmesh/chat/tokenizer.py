@@ -88,9 +88,7 @@ class ModelTokenizer(ABC):
     def hide(self, text: str, *, only: Sequence[str] | None = None) -> str:
         """Returns a text for the template to print. Special tokens in it are encoded as text.
 
-        Args:
-            text: The text.
-            only: Texts of the special tokens to hide. None hides all.
+        With `only`, these special tokens alone.
         """
         return text
 

@@ -68,11 +68,7 @@ class Answer(ABC):
     ) -> None:
         """Starts without tokens.
 
-        Args:
-            request: The request.
-            vocabulary_tokens: Exclusive upper bound of ids.
-            version_of: Returns the policy version of weights by the server's name for them. It
-                raises if the name is another one.
+        `version_of` returns the policy version of weights by the server's name for them, or raises.
         """
         self._request = request
         self._vocabulary = vocabulary_tokens
@@ -101,8 +97,7 @@ class Answer(ABC):
     def messages(self, policy_version: int | None) -> Iterator[engine_pb2.TokenChunk]:
         """Yields the tokens that were added. The last message of an answer has its finish.
 
-        Args:
-            policy_version: Version of the tokens. None if only the end of the answer tells it.
+        The version is None if only the end of the answer tells it.
         """
         spans: list[tuple[int | None, int]] = [(policy_version, self.sampled)]
         if self.finish is not None:
@@ -125,10 +120,7 @@ class Answer(ABC):
     ) -> None:
         """Ends the answer.
 
-        Args:
-            reason: Why it ended.
-            spans: Version, start and end of the tokens of each version of the weights.
-            stop: The id that ended it, None if the server does not say.
+        `stop` is the id that ended it, None if the server does not say.
         """
         finish = engine_pb2.GenerateFinish(reason=reason)
         at = 0

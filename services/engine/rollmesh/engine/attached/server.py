@@ -176,11 +176,7 @@ class Server:
     ) -> dict[str, Any]:
         """Returns the answer of a POST. Raises as `get` does.
 
-        Args:
-            path: The path of the route.
-            body: A JSON object.
-            query: Parameters of the URL.
-            timeout_ms: The deadline, if it is another one, milliseconds.
+        `timeout_ms` is its deadline, if it is another one.
         """
         return await self._call("POST", path, body, query, timeout_ms)
 

@@ -46,12 +46,7 @@ class AdapterChecks:
     """Knows the modules of one model."""
 
     def __init__(self, modules: Mapping[str, tuple[int, ...]], config: Any) -> None:
-        """Takes the modules that take adapters.
-
-        Args:
-            modules: Their shapes, by vLLM's name.
-            config: VLLM's `LoRAConfig`.
-        """
+        """Takes the shapes of the modules that take adapters, by vLLM's names."""
         self._config = config
         self._modules = modules
 
@@ -64,9 +59,7 @@ class AdapterChecks:
     def check(self, adapter: Adapter, names: Mapping[str, str]) -> None:
         """Checks an adapter. Reads all of its file.
 
-        Args:
-            adapter: The adapter.
-            names: Its modules as vLLM names them. Empty if vLLM adapts none there.
+        `names` has its modules as vLLM names them, empty if vLLM adapts none there.
 
         Raises:
             InvalidFieldError: VLLM does not support its config, or a target module is unknown.

@@ -186,10 +186,7 @@ def sampling_params(
 ) -> SamplingParams:
     """Returns vLLM's parameters for a request.
 
-    Args:
-        request: The request.
-        structural_tag: Its constraint as vLLM can compile it.
-        stop_ids: The model's end tokens. Without a tokenizer vLLM does not know all of them.
+    Without a tokenizer vLLM does not know all end tokens of the model, `stop_ids`.
     """
     generate, sampling = request.generate, request.generate.sampling
     ends = [] if sampling.ignore_eos else stop_ids
@@ -235,11 +232,8 @@ def score_params(request: ScoreInput, *, samples_last: bool) -> SamplingParams:
     """Returns vLLM's parameters to score a sequence.
 
     Such a request fills the prefix cache and does not read it, because positions that are not
-    computed have no log-probabilities (vLLM 0.32).
-
-    Args:
-        request: The request.
-        samples_last: Whether the prompt lacks the last id, which is the only one to be sampled.
+    computed have no log-probabilities (vLLM 0.32). With `samples_last` the prompt lacks the last
+    id, which is the only one to be sampled.
     """
     # With return_sampling_mask, vLLM takes no request that is greedy or without top_k.
     own: dict[str, Any] = {"top_k": 1, "max_tokens": 1, "detokenize": False}
@@ -377,11 +371,6 @@ def start_llm(
     config: EngineConfig, options: Mapping[str, Any], *, takes_constraints: bool
 ) -> AsyncLLM:
     """Returns vLLM with the model loaded by all of its workers.
-
-    Args:
-        config: The settings.
-        options: Further arguments of `AsyncEngineArgs`, as `read_options` returned them.
-        takes_constraints: Whether the model has the tokenizer that constraints need.
 
     Raises:
         EngineStartError: vLLM could not start. The message gives the reason in one line.
@@ -884,13 +873,7 @@ def _check_bounded(sampling: sampling_pb2.SamplingParams) -> None:
 
 
 def _numerics(config: Any, attention: str, logprobs: str) -> sampling_pb2.Numerics:
-    """Returns the numerics of vLLM.
-
-    Args:
-        config: Its configuration.
-        attention: Names of the attention backends of a worker.
-        logprobs: The setting `logprobs`.
-    """
+    """Returns the numerics of vLLM."""
     model, parallel = config.model_config, config.parallel_config
     speculative = config.speculative_config
     return numerics_of(

@@ -63,11 +63,7 @@ class RunningRequest:
         self._timer: asyncio.TimerHandle | None = None
 
     def starts(self, completion: Any) -> Sequence[VersionStart] | None:
-        """Returns where the versions begin. None if vLLM tells it only with the next output.
-
-        Args:
-            completion: The latest `CompletionOutput` of the request.
-        """
+        """Returns where the versions begin. None if vLLM tells it only with the next output."""
         if completion.weight_versions is not None:
             return [VersionStart(int(one.version), one.start) for one in completion.weight_versions]
         if self._state is None:
@@ -105,11 +101,7 @@ def messages(
 ) -> Iterator[engine_pb2.TokenChunk]:
     """Yields the tokens of a completion, of one version and at most the requested size each.
 
-    Args:
-        completion: vLLM's `CompletionOutput`, whose log-probabilities are kept by `keep_rows`.
-        request: The request that it belongs to.
-        first: Index of its first token in the generation.
-        starts: Where each version begins in the generation, ascending.
+    `first` is the index of its first token in the generation. `starts` ascend.
     """
     ids = np.asarray(completion.token_ids, np.uint32)
     if not len(ids):

@@ -155,11 +155,7 @@ class PreparedWeights:
             raise UnpreparedError(f"{name} of {type(own).__name__} cannot be prepared")
 
     def exchange(self, dtype: torch.dtype) -> None:
-        """Puts the weights into the model, which must not run.
-
-        Args:
-            dtype: The model's.
-        """
+        """Puts the weights into the model, which must not run."""
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
         former: list[Any] = []

@@ -204,8 +204,7 @@ class WeightReceiver:
     def adapted_modules(self, names: list[str]) -> list[str]:
         """Returns the modules that take adapters, as vLLM names them. Empty for all others.
 
-        Args:
-            names: Names of modules, as a checkpoint or PEFT has them.
+        Names are those of a checkpoint or of PEFT.
         """
         from vllm.lora.layers import BaseLayerWithLoRA
 

@@ -36,11 +36,8 @@ class IncrementalDecoder:
     ) -> None:
         """Begins an empty text.
 
-        Args:
-            tokenizer: The model's tokenizer.
-            shown: Special tokens that are always part of the text.
-            hidden: Other ids that are not part of it.
-            special: Whether all special tokens are part of it.
+        Of the special tokens, only `shown` are part of it, or all with `special`. `hidden` ids are
+        not.
         """
         left_out = frozenset(hidden) | (frozenset() if special else tokenizer.special_ids)
         self._hidden = left_out - {tokenizer.special_id(text) for text in shown}

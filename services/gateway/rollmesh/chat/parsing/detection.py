@@ -237,14 +237,8 @@ def choose(
     """Returns how the model writes calls and reasoning: as configured, or as its template shows.
 
     A detected format is `UNKNOWN`, with the reason, if its parser does not read what the template
-    prints, or if only vLLM can parse it and vLLM is not installed.
-
-    Args:
-        template: The model's. The format is detected in its source.
-        tokenizer: The model's.
-        tool_parser: The setting of the gateway.
-        reasoning_parser: The setting of the gateway.
-        shown: Special tokens that are text for parsers of vLLM's.
+    prints, or if only vLLM can parse it and vLLM is not installed. `shown` are special tokens that
+    are text for parsers of vLLM's.
 
     Raises:
         InvalidInputError: There is no such parser, or it cannot be used here.

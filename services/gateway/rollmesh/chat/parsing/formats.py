@@ -132,9 +132,8 @@ class AnswerFormat:
     def splitter(self, parser: ToolParser | None, *, inside: bool) -> ReasoningSplitter | None:
         """Returns what separates the reasoning of one answer. None if there is nothing to separate.
 
-        Args:
-            parser: The parser of the same answer. Without one no call ends the reasoning.
-            inside: Whether the generation prompt has opened the reasoning.
+        Without a parser no call ends the reasoning. `inside` says whether the generation prompt has
+        opened it.
         """
         if not self.reasoning:
             return None
@@ -156,10 +155,8 @@ class AnswerFormat:
     ) -> ToolParser | None:
         """Returns a parser for one answer. None if there is nothing to look for.
 
-        Args:
-            context: The tools.
-            calls: Look for calls, else they are text.
-            inside_reasoning: Whether the generation prompt has opened the reasoning.
+        Without `calls`, calls are text. `inside_reasoning` says whether the generation prompt has
+        opened the reasoning.
         """
         schemas = tool_schemas(context.tools_json) if context.tools_json and calls else {}
         if self.in_channels:

@@ -42,10 +42,8 @@ class ReasoningSplitter(HeldText):
     ) -> None:
         """Begins an empty answer.
 
-        Args:
-            inside: Whether the generation prompt has opened the tag.
-            tags: What opens and closes the reasoning.
-            calls: What begins a call. Empty if none is looked for.
+        `inside` says whether the generation prompt has opened the tag. Without `calls`, none is
+        looked for.
         """
         super().__init__()
         self._open, self._close = tags

@@ -209,9 +209,6 @@ _DATES = re.compile(
 def shown_time(source: str) -> Callable[[int], int]:
     """Returns the function that rounds a time, unix seconds, to the precision of a template.
 
-    Args:
-        source: Text of the template.
-
     Returns:
         The time itself, noon of its day if the template prints dates only, or 1 if it prints none.
     """
@@ -241,11 +238,6 @@ class Continuation:
         image_rule: ImageRule | None = None,
     ) -> None:
         """Probes the template without options.
-
-        Args:
-            template: The chat template.
-            tokenizer: The model's tokenizer.
-            image_rule: How the model's processor represents images. None if it takes none.
 
         Raises:
             TemplateRefusedError: The template cannot be continued exactly.
@@ -286,12 +278,8 @@ class Continuation:
     ) -> list[TokenIds]:
         """Returns the ids that each of `groups[start:]` adds. Uint32 [N].
 
-        Args:
-            groups: All groups of a conversation.
-            start: Number of groups that are held.
-            context: Tools and template options that are rendered with the groups.
-            check: Called with the printed texts before they are tokenised. Its exceptions
-                propagate.
+        The first `start` groups are held. `check` gets the printed texts before they are tokenised,
+        and its exceptions propagate.
 
         Raises:
             TemplateRenderError: The template refuses a group.
@@ -334,11 +322,8 @@ class Continuation:
 
         A truncated answer is closed as the template closes it. Where the header of the next turn
         ends answers, a sampled header is kept and not repeated. If the next turn has another
-        header, both are in the context, as the engine will see it.
-
-        Args:
-            node: The last group that is held.
-            ids: What the next group, or the model's turn, adds by the template alone. Uint32 [N].
+        header, both are in the context, as the engine will see it. `ids` are those that the next
+        group, or the model's turn, adds by the template alone. Uint32 [N].
         """
         if not self._headers:
             return np.concatenate([self._closing(node), ids])
@@ -379,14 +364,8 @@ class Continuation:
         """Compares a turn's prompt with the template's text now.
 
         An append-only template always prints an answer the same way, so each answer is compared
-        once. For other templates the whole conversation is rendered.
-
-        Args:
-            path: The nodes of a path.
-            fresh: The groups that a request adds to it.
-            context: The variables of the render.
-            added: The ids that those add, and those that open the model's turn. Uint32 [N] each.
-            show: Returns groups as the template will see them.
+        once. For other templates the whole conversation is rendered. `added` are the ids of the
+        fresh groups, and those that open the model's turn. Uint32 [N] each.
         """
         context, probed = self._pinned(context)
         groups = [*(node.messages for node in path), *fresh]
@@ -426,12 +405,6 @@ class Continuation:
         show: Show,
     ) -> tuple[list[TokenIds], TokenIds] | None:
         """Returns the ids that the template prints after a path that it reproduces exactly.
-
-        Args:
-            path: Nodes that hold the beginning of a conversation.
-            groups: The whole conversation.
-            context: The variables of the render.
-            show: Returns groups as the template will see them.
 
         Returns:
             The ids of each group after the path and of what opens the model's turn, uint32 [N]

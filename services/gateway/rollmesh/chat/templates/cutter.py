@@ -64,9 +64,7 @@ class Boundaries:
     def window(self, before: Place, previous: MessageGroup) -> tuple[Message, ...]:
         """Returns the messages to render in front of a group.
 
-        Args:
-            before: The kind of group before it.
-            previous: The group in front of it. An answer's calls are part of the window.
+        An answer's calls are part of the window.
         """
         if before != "assistant":
             return WINDOWS[before]
@@ -81,12 +79,6 @@ class Boundaries:
         options: RenderContext,
     ) -> str:
         """Returns the text of a render after the last message of its window.
-
-        Args:
-            before: Place after the window.
-            window: The messages in front.
-            text: Render of the window and its continuation.
-            options: The template's options.
 
         Raises:
             TemplateRenderError: The continuation changes how the window is printed.
@@ -119,10 +111,7 @@ class Boundaries:
     def without_closing(self, place: Place, group: MessageGroup, text: str) -> str:
         """Returns a render up to the boundary after its last group, or after its last answer.
 
-        Args:
-            place: Place after the group.
-            group: The group. An answer is followed by `followers` in the render.
-            text: The render.
+        An answer is followed by `followers` in the render.
 
         Raises:
             TemplateRenderError: The end of the group is not found.
@@ -211,12 +200,8 @@ class Cutter:
     ) -> None:
         """Finds the boundaries of messages.
 
-        Args:
-            template: The template.
-            tokenizer: Its tokenizer.
-            options: Its options.
-            behind_system: Whether a conversation that begins with a system message is cut over
-                windows that begin with one: some templates then print later messages differently.
+        With `behind_system`, a conversation that begins with a system message is cut over windows
+        that begin with one: some templates then print later messages differently.
 
         Raises:
             TemplateRefusedError: An answer does not end with a special token.

@@ -32,10 +32,6 @@ class ChatTemplate(ModelTemplate):
     def __init__(self, source: str, variables: dict[str, str]) -> None:
         """Compiles a template.
 
-        Args:
-            source: Jinja2 text.
-            variables: Special tokens by name, such as `eos_token`.
-
         Raises:
             TemplateRenderError: The source does not compile.
         """
@@ -97,10 +93,7 @@ def variables_of(tokenizer: Tokenizer) -> dict[str, str]:
 def as_template_message(message: Message, *, parts: bool = False) -> dict[str, Any]:
     """Returns a message as templates expect it. Keys without a value are omitted.
 
-    Args:
-        message: The message.
-        parts: Whether to pass its content as a list of one text part. With images it is always a
-            list.
+    `parts` makes its content a list of one text part. With images it is always a list.
     """
     result = write_message(message)
     if message.images:

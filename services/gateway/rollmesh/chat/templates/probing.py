@@ -282,11 +282,7 @@ def probe(
 ) -> Probed:
     """Probes a template.
 
-    Args:
-        template: The template.
-        options_json: Extra variables of the template: a JSON object, or empty.
-        tokenizer: Its tokenizer.
-        image: The template's text for an image. Empty if the model takes none.
+    `image` is the template's text for an image, empty if the model takes none.
 
     Raises:
         TemplateRefusedError: It cannot be continued exactly. The message describes the difference.

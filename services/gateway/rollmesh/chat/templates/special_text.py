@@ -43,10 +43,7 @@ class SpecialText:
     ) -> None:
         """Takes the setting, and the texts that stay text whatever the setting is.
 
-        Args:
-            tokenizer: The model's tokenizer.
-            setting: parity, plain or refuse.
-            reserved: Texts of special tokens that stand for images.
+        The setting is parity, plain or refuse.
         """
         self._refuses = setting == "refuse"
         self._hides = setting == "plain"

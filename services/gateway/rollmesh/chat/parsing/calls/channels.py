@@ -41,9 +41,7 @@ class ChannelParser(StepParser):
     def __init__(self, ends: tuple[str, ...], opens: tuple[str, ...] = (MESSAGE,)) -> None:
         """Begins an empty answer.
 
-        Args:
-            ends: Delimiters that end a message.
-            opens: Delimiters that end a header.
+        `ends` end a message, `opens` a header.
         """
         super().__init__()
         self._ends, self._opens = ends, opens

@@ -46,9 +46,7 @@ class GemmaParser(StepParser):
     def __init__(self, schemas: Schemas, *, inside_reasoning: bool = False) -> None:
         """Begins an empty answer.
 
-        Args:
-            schemas: Parameter schemas of the tools, by tool name.
-            inside_reasoning: Whether the generation prompt has opened the channel.
+        `inside_reasoning` says whether the generation prompt has opened the channel.
         """
         super().__init__()
         self._schemas = schemas

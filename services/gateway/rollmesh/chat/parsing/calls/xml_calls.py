@@ -84,12 +84,7 @@ class TaggedCallParser(StepParser):
     """
 
     def __init__(self, format_: TaggedFormat, schemas: Schemas) -> None:
-        """Begins an empty answer.
-
-        Args:
-            format_: How calls are written.
-            schemas: Parameter schemas of the tools, by tool name.
-        """
+        """Begins an empty answer."""
         super().__init__()
         self._format = format_
         self._schemas = schemas
