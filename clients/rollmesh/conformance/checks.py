@@ -61,11 +61,16 @@ class Family:
     """`protocol.family`."""
     checks: list[Check] = field(default_factory=list)
 
-    def add(self, name: str, what: str, breaks: str) -> Callable[[Run], Run]:
-        """Returns a decorator that adds a function as a check."""
+    def add(self, name: str, what: str, breaks: str, run: Run) -> None:
+        """Adds a check."""
+        self.checks.append(Check(f"{self.name}.{name}", what, breaks, run))
+
+    def check(self, what: str, breaks: str) -> Callable[[Run], Run]:
+        """Returns a decorator that adds a function as the check of its name."""
 
         def added(run: Run) -> Run:
-            self.checks.append(Check(f"{self.name}.{name}", what, breaks, run))
+            name = getattr(run, "__name__", "").strip("_").replace("_", "-")
+            self.add(name, what, breaks, run)
             return run
 
         return added

@@ -10,8 +10,7 @@ OBSERVED = Family("http.observed")
 _LONGEST_DELAY_S = 120
 
 
-@HTTP.add(
-    "models",
+@HTTP.check(
     "GET models lists what is served.",
     "Clients that look for the model before they begin: the SDK's models.list raises.",
 )
@@ -25,8 +24,7 @@ async def _models(server: Server) -> None:
         need(entry.get("object") == "model", f"object of an entry is {entry.get('object')!r}")
 
 
-@HTTP.add(
-    "unknown-path",
+@HTTP.check(
     "A path that is not served is a 404 with a JSON body.",
     "Whoever sets a wrong base URL: the SDKs show no message.",
 )
@@ -36,8 +34,7 @@ async def _unknown_path(server: Server) -> None:
     answer.value()
 
 
-@OBSERVED.add(
-    "retry-after",
+@OBSERVED.check(
     "Whenever the server was busy (429, 503), it said retry-after, of at most 120 s.",
     "The SDKs: they give up after 1.4 s without it, and do not wait for more than 120 s.",
 )
@@ -49,8 +46,7 @@ async def _retry_after(server: Server) -> None:
     need(not wrong, f"{len(wrong)} of {len(busy)} answers had another retry-after: {wrong!r:.100}")
 
 
-@OBSERVED.add(
-    "no-failure",
+@OBSERVED.check(
     "No request of this run was answered with a 500.",
     "Clients that retry, and whoever looks for the reason: a 500 names nothing.",
 )

@@ -68,12 +68,14 @@ def add_images(family: Family, user: Send, result: Send, count: Count) -> None:
             name,
             f"An image in {where} takes part in the prompt, each time that it is shown.",
             "Computer-use and document agents: the model answers without having seen anything.",
-        )(partial(_seen, send, count))
+            partial(_seen, send, count),
+        )
     family.add(
         "broken",
         "A broken image is a 400.",
         "Clients that retry: a 500 is asked again three to five times.",
-    )(partial(_broken, user))
+        partial(_broken, user),
+    )
 
 
 async def _seen(send: Send, count: Count, server: Server) -> None:

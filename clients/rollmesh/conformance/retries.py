@@ -28,40 +28,49 @@ class Repeats:
         """Returns the checks."""
         family = Family(f"{protocol}.retries")
         add = family.add
-        add("idempotency-key", "A repeat with its Idempotency-Key gets the same answer.", _TWICE)(
-            self._key
+        add(
+            "idempotency-key",
+            "A repeat with its Idempotency-Key gets the same answer.",
+            _TWICE,
+            self._key,
         )
         add(
             "key-order",
             "A repeat with its Idempotency-Key may have its keys in another order.",
             "Trainers with agents as Codex, whose retries are equal after parsing and not in "
             "bytes: they sample twice, or get a 400.",
-        )(self._order)
+            self._order,
+        )
         add(
             "key-reused",
             "An Idempotency-Key with another body is refused.",
             "Agents with a bug in their keys: they would get the answer to another question.",
-        )(self._reused)
+            self._reused,
+        )
         add(
             "sdk-retry",
             "A repeat that the SDK marks with x-stainless-retry-count gets the same answer.",
             _TWICE,
-        )(self._sdk)
+            self._sdk,
+        )
         add(
             "retry-in-flight",
             "A repeat that arrives while the first is sampled joins it.",
             "Trainers and budgets: a client with a timeout has one turn sampled three times.",
-        )(self._in_flight)
+            self._in_flight,
+        )
         add(
             "other-form",
             "A retry may want as a stream what was answered as a whole.",
             "Agents that fall back from one form to the other: what they lost is sampled again.",
-        )(self._other_form)
+            self._other_form,
+        )
         add(
             "unmarked-repeat",
             "The same request without a mark, after the answer arrived, is a new sample.",
             "Groups of samples: an agent that asks eight times would get one answer eight times.",
-        )(self._unmarked)
+            self._unmarked,
+        )
         return family
 
     async def _answer(

@@ -37,8 +37,7 @@ _NULLABLE = (
 )  # fmt: skip
 
 
-@ANSWERS.add(
-    "fields",
+@ANSWERS.check(
     "A complete answer has id, object, created, model, a role and a known finish_reason.",
     "Clients that parse strictly: the SDK's models hold None where the type promises a value.",
 )
@@ -55,8 +54,7 @@ async def _fields(server: Server) -> None:
     need(finish in FINISHES, f"finish_reason is {finish!r}")
 
 
-@ANSWERS.add(
-    "usage",
+@ANSWERS.check(
     "A complete answer counts its tokens, and the total is their sum.",
     "Budgets and context management of agents, which go by these counts.",
 )
@@ -67,8 +65,7 @@ async def _usage(server: Server) -> None:
     need(prompt > 0, f"the prompt has no tokens: {usage!r}")
 
 
-@ANSWERS.add(
-    "ids",
+@ANSWERS.check(
     "Every answer has an id of its own.",
     "Clients that merge by id, and logs: Claude Code takes two answers with one id for one turn.",
 )
@@ -77,8 +74,7 @@ async def _ids(server: Server) -> None:
     need(first.get("id") != second.get("id"), f"two answers have the id {first.get('id')!r}")
 
 
-@ANSWERS.add(
-    "length",
+@ANSWERS.check(
     "An answer that is cut by max_tokens says finish_reason length.",
     "Agents that ask again for less, and trainers that mask truncated answers.",
 )
@@ -91,8 +87,7 @@ async def _length(server: Server) -> None:
     need(finish == "length", f"finish_reason is {finish!r}, with {tokens} tokens")
 
 
-@ANSWERS.add(
-    "request-id",
+@ANSWERS.check(
     "Every answer has the header x-request-id.",
     "Whoever looks for a failed request in the logs: the SDKs show it as request_id.",
 )
@@ -101,57 +96,51 @@ async def _request_id(server: Server) -> None:
         need(answer.headers.get("x-request-id"), f"no x-request-id with status {answer.status}")
 
 
-@ANSWERS.add(
-    "bare-request",
+@ANSWERS.check(
     "A request that names only its model and messages is answered.",
     "Agents as published: none of them sends temperature or max_tokens unless told to.",
 )
-async def _bare(server: Server) -> None:
+async def _bare_request(server: Server) -> None:
     bare = {"model": server.model, "messages": [user()], "stream": True}
     (await server.stream(PATH, bare, at_most=1)).datas()
 
 
-@ANSWERS.add(
-    "null-parameters",
+@ANSWERS.check(
     "A parameter that is null is as one that is absent.",
     "Frameworks that send every field of a model: each request would be a 400.",
 )
-async def _nulls(server: Server) -> None:
+async def _null_parameters(server: Server) -> None:
     await ask(server, **dict.fromkeys(_NULLABLE))
 
 
-@ANSWERS.add(
-    "unknown-parameters",
+@ANSWERS.check(
     "Parameters that change nothing are accepted, known or not.",
     "Agents that label their requests: Codex, Claude Code and LangChain send such keys.",
 )
-async def _unknown(server: Server) -> None:
+async def _unknown_parameters(server: Server) -> None:
     await ask(server, **_ACCEPTED_KEYS)
 
 
-@ANSWERS.add(
-    "large-body",
+@ANSWERS.check(
     "A body of 300 kB is read.",
     "Coding agents, whose tools alone are 70 kB: they would get a 413.",
 )
-async def _large(server: Server) -> None:
+async def _large_body(server: Server) -> None:
     await ask(server, metadata={"padding": "x" * 300_000})
 
 
-@ANSWERS.add(
-    "x-api-key",
+@ANSWERS.check(
     "The key is read from x-api-key where there is no bearer token.",
     "Clients of Anthropic's API, Claude Code among them: they would get a 401.",
 )
-async def _api_key(server: Server) -> None:
+async def _x_api_key(server: Server) -> None:
     answer = await server.post(
         PATH, request(server), {"authorization": "", "x-api-key": server.key}
     )
     answer.body()
 
 
-@ANSWERS.add(
-    "header-case",
+@ANSWERS.check(
     "Header names are read in any case.",
     "Older SDKs: they write Authorization, newer ones authorization.",
 )
@@ -161,8 +150,7 @@ async def _header_case(server: Server) -> None:
         (await server.post(PATH, body, {name: f"Bearer {server.key or 'none'}"})).body()
 
 
-@ANSWERS.add(
-    "wrong-key",
+@ANSWERS.check(
     "A request with a wrong key is a 401.",
     "Scripts with a stale key: another status is retried, or raised as another class.",
 )
@@ -173,8 +161,7 @@ async def _wrong_key(server: Server) -> None:
     need(answer.status == 401, f"status {answer.status}: {answer}")
 
 
-@ANSWERS.add(
-    "tool-call",
+@ANSWERS.check(
     "A call has an id, its type, the tool's name, and arguments as text.",
     "Every agent with tools: it runs the call by its name and answers by its id.",
 )
@@ -189,8 +176,7 @@ async def _tool_call(server: Server) -> None:
     need(finish in {"stop", "tool_calls"}, f"finish_reason is {finish!r}")
 
 
-@ANSWERS.add(
-    "call-ids",
+@ANSWERS.check(
     "Two calls never have the same id.",
     "Matching of an echo whose arguments were re-serialised: it goes by the call's id.",
 )
@@ -200,8 +186,7 @@ async def _call_ids(server: Server) -> None:
     need(len(ids) == len(set(ids)), f"the ids are {ids}")
 
 
-@ANSWERS.add(
-    "tool-shapes",
+@ANSWERS.check(
     "Tools are accepted as the frameworks write them: strict or not, with titles, without text.",
     "openai-agents, which sends strict and titles, and LangChain, which sends neither.",
 )
@@ -218,12 +203,11 @@ async def _tool_shapes(server: Server) -> None:
         need(answer.status == 200, f"tools {tools}: status {answer.status}: {answer}")
 
 
-@ANSWERS.add(
-    "required-tool",
+@ANSWERS.check(
     "tool_choice required answers with a call of one of the tools.",
     "Agents that force a tool: they would get text and stop.",
 )
-async def _required(server: Server) -> None:
+async def _required_tool(server: Server) -> None:
     body = await ask(
         server, user(CALCULATE), tools=[TOOL], tool_choice="required", max_tokens=CALL_TOKENS
     )

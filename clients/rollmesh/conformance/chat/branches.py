@@ -11,31 +11,28 @@ from rollmesh.conformance.server import Server
 BRANCHES = Family("chat.branches")
 
 
-@BRANCHES.add(
-    "dropped-turn",
+@BRANCHES.check(
     "A history that lacks the sampled answer is answered.",
     "mini-swe-agent: it drops an answer that has no call.",
 )
-async def _dropped(server: Server) -> None:
+async def _dropped_turn(server: Server) -> None:
     opening = [user("Dropped. What is 6 times 7?")]
     await ask(server, *opening)
     await ask(server, *opening, user("No call was found."))
 
 
-@BRANCHES.add(
-    "edited-history",
+@BRANCHES.check(
     "A history whose earlier message was edited is answered.",
     "Agents that shorten old tool results.",
 )
-async def _edited(server: Server) -> None:
+async def _edited_history(server: Server) -> None:
     opening = user("Edited. What is 6 times 7?")
     said = message_of(await ask(server, opening))
     await ask(server, opening, said, user(DOUBT))
     await ask(server, {**opening, "content": "Edited later. What is 6 times 7?"}, said, user(DOUBT))
 
 
-@BRANCHES.add(
-    "compaction",
+@BRANCHES.check(
     "A sampled answer under a summary instead of its history is answered.",
     "Agents that compact: Claude Code and Codex go on from a summary with their newest call.",
 )
@@ -47,8 +44,7 @@ async def _compaction(server: Server) -> None:
     await ask(server, summary, said, result("call_00Ab"), tools=[TOOL])
 
 
-@BRANCHES.add(
-    "siblings",
+@BRANCHES.check(
     "Two continuations of one answer, asked at the same time, are both answered.",
     "Tree search, and agents that try two ways.",
 )
@@ -59,8 +55,7 @@ async def _siblings(server: Server) -> None:
     await asyncio.gather(*ways)
 
 
-@BRANCHES.add(
-    "interleaved",
+@BRANCHES.check(
     "Two conversations that take turns are both answered.",
     "Agents with sub-agents, and those that ask for a title beside their work.",
 )
@@ -73,8 +68,7 @@ async def _interleaved(server: Server) -> None:
             history += [message_of(await ask(server, *history)), user(DOUBT)]
 
 
-@BRANCHES.add(
-    "other-tools",
+@BRANCHES.check(
     "A conversation whose tools change is answered.",
     "Agents that add or remove tools on the way, and compactions, which have none.",
 )

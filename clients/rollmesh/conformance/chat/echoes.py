@@ -30,11 +30,11 @@ for _echoes, _run in ((TEXTS, _text), (CALLS, _call)):
             _name,
             f"An echo is accepted as this is: {_variant.__doc__}",
             f"{_who}: the second turn is a 400.",
-        )(partial(_run, _variant))
+            partial(_run, _variant),
+        )
 
 
-@ECHOES.add(
-    "reasoning",
+@ECHOES.check(
     "An echo with reasoning_content, also twice, is accepted.",
     "Clients that keep unknown keys of an answer: the SDK and litellm.",
 )
@@ -46,18 +46,16 @@ async def _reasoning(server: Server) -> None:
     await ask(server, user(), doubled, user(DOUBT))
 
 
-@ECHOES.add(
-    "parallel-calls",
+@ECHOES.check(
     "Two calls in one message and their two results are accepted.",
     "Agents that run tools in parallel.",
 )
-async def _parallel(server: Server) -> None:
+async def _parallel_calls(server: Server) -> None:
     results = [result("call_00Ab"), result("call_01Ab")]
     await ask(server, user(CALCULATE), called("call_00Ab", "call_01Ab"), *results, tools=[TOOL])
 
 
-@ECHOES.add(
-    "call-text",
+@ECHOES.check(
     "A call beside a text is accepted.",
     "Agents whose model says what it will do before it does it.",
 )
@@ -66,20 +64,18 @@ async def _call_text(server: Server) -> None:
     await ask(server, user(CALCULATE), said, result("call_00Ab"), tools=[TOOL])
 
 
-@ECHOES.add(
-    "broken-arguments",
+@ECHOES.check(
     "A call whose arguments are not JSON, or are empty, is accepted in a history.",
     "Agents that answer such a call with the error: one bad sample would end the whole rollout.",
 )
-async def _broken(server: Server) -> None:
+async def _broken_arguments(server: Server) -> None:
     for arguments in ('{"a": 6, "b": ', "", "[1]"):
         said = called("call_00Ab", arguments=arguments)
         failure = result("call_00Ab", "error: the arguments are not JSON")
         await ask(server, user(CALCULATE), said, failure, tools=[TOOL])
 
 
-@ECHOES.add(
-    "result-parts",
+@ECHOES.check(
     "A tool's result as a list of text parts is accepted.",
     "Frameworks that write every content as parts.",
 )
@@ -89,8 +85,7 @@ async def _result_parts(server: Server) -> None:
     await ask(server, user(CALCULATE), said, result("call_00Ab", parts), tools=[TOOL])
 
 
-@ECHOES.add(
-    "result-names",
+@ECHOES.check(
     "A tool's result with the name of its tool is accepted, and an empty one.",
     "Agents from the time of functions, and tools that print nothing.",
 )
@@ -99,8 +94,7 @@ async def _result_names(server: Server) -> None:
     await ask(server, user(CALCULATE), called("call_00Ab"), named, tools=[TOOL])
 
 
-@ECHOES.add(
-    "no-content",
+@ECHOES.check(
     "An assistant's message with neither text nor calls is accepted.",
     "Agents whose model once answered nothing: their history has that message for good.",
 )
@@ -110,8 +104,7 @@ async def _no_content(server: Server) -> None:
         await ask(server, user(), {"role": "assistant", **one}, user(DOUBT))
 
 
-@ECHOES.add(
-    "developer",
+@ECHOES.check(
     "A message of the role developer is accepted.",
     "Agents written for newer models: the SDK's examples and Codex send it.",
 )
@@ -119,8 +112,7 @@ async def _developer(server: Server) -> None:
     await ask(server, {"role": "developer", "content": "Be short."}, user())
 
 
-@ECHOES.add(
-    "late-system",
+@ECHOES.check(
     "A system message after a user's message is accepted.",
     "Claude Code, and frameworks that add instructions in the middle.",
 )
@@ -128,8 +120,7 @@ async def _late_system(server: Server) -> None:
     await ask(server, _SYSTEM, user(), _SYSTEM, user(DOUBT))
 
 
-@ECHOES.add(
-    "two-users",
+@ECHOES.check(
     "Two and three messages of the user in a row are accepted.",
     "mini-swe-agent: it drops an answer without a call and adds what was wrong.",
 )
@@ -138,8 +129,7 @@ async def _two_users(server: Server) -> None:
     await ask(server, _SYSTEM, user(), user("No call was found."), user("No call was found."))
 
 
-@ECHOES.add(
-    "user-parts",
+@ECHOES.check(
     "A user's text as parts is accepted, and one with a name.",
     "LangChain and openai-agents, which write both forms.",
 )

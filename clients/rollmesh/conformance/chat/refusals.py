@@ -63,8 +63,7 @@ _EXTREMES: dict[str, list[str]] = {
 _DEPTH = 20_000
 
 
-@REFUSALS.add(
-    "body",
+@REFUSALS.check(
     "A body that is no JSON object is a 400.",
     "Clients that retry: a 500 is asked again three to thirty times.",
 )
@@ -73,8 +72,7 @@ async def _body(server: Server) -> None:
     need_refused(answers)
 
 
-@REFUSALS.add(
-    "messages",
+@REFUSALS.check(
     "Messages of a wrong form are a 400.",
     "Clients that retry, and whoever looks for the bug in the agent: a 500 names nothing.",
 )
@@ -88,8 +86,7 @@ async def _messages(server: Server) -> None:
     need_refused(answers)
 
 
-@REFUSALS.add(
-    "parameters",
+@REFUSALS.check(
     "A parameter of a wrong type or out of its range is a 400.",
     "Experiments: a setting that is silently ignored is trained with the wrong one.",
 )
@@ -102,8 +99,7 @@ async def _parameters(server: Server) -> None:
     need_refused(answers)
 
 
-@REFUSALS.add(
-    "extremes",
+@REFUSALS.check(
     "Numbers at the ends of what JSON can write are served, or refused with a status below 500.",
     "Everyone on the server: what passes the check of one process may end another.",
 )
@@ -127,8 +123,7 @@ async def _problem(server: Server, name: str, text: str) -> str:
     return f"the stream begins with {first[:120]}" if '"error"' in first[:20] else ""
 
 
-@REFUSALS.add(
-    "hard-text",
+@REFUSALS.check(
     "Lone surrogates, NUL and deep nesting in a body are served or refused, never a 500.",
     "Agents whose tools read files: binary output reaches the server as such text.",
 )
@@ -150,8 +145,7 @@ async def _hard_text(server: Server) -> None:
     need(not wrong, "; ".join(wrong))
 
 
-@REFUSALS.add(
-    "error-body",
+@REFUSALS.check(
     "A refusal is JSON: an error with a message, a type, and the keys param and code.",
     "The SDKs: e.code, e.type and e.param stay empty, and the message is the raw body.",
 )
@@ -167,19 +161,17 @@ async def _error_body(server: Server) -> None:
     need({"param", "code"} <= error.keys(), f"the error has only {', '.join(error)}")
 
 
-@REFUSALS.add(
-    "context-length",
+@REFUSALS.check(
     "A prompt that is too long is a 400 that says the maximum context length.",
     "mini-swe-agent and all that use litellm: it knows the case by these words, else retries.",
 )
-async def _context(server: Server) -> None:
+async def _context_length(server: Server) -> None:
     answer = await _too_long(server)
     need(answer.status == 400, f"status {answer.status}: {answer}")
     need("maximum context length" in answer.text, f"the message is {answer}")
 
 
-@REFUSALS.add(
-    "context-code",
+@REFUSALS.check(
     "A prompt that is too long has the code context_length_exceeded.",
     "Clients that shorten the history by the code, as OpenAI sends it.",
 )

@@ -13,8 +13,7 @@ STREAMS = Family("chat.streams")
 _MANY_TOKENS = 12
 
 
-@STREAMS.add(
-    "done",
+@STREAMS.check(
     "A stream has the type text/event-stream and ends with data: [DONE].",
     "Clients that read until [DONE]: they wait for it, or take the answer for a broken one.",
 )
@@ -24,8 +23,7 @@ async def _done(server: Server) -> None:
     need(streamed.events and streamed.events[-1].data == "[DONE]", "there is no [DONE] at the end")
 
 
-@STREAMS.add(
-    "chunk-fields",
+@STREAMS.check(
     "Every chunk has object, created, model, and the same id.",
     "The OpenAI SDK's stream helper: it raises AssertionError without them.",
 )
@@ -38,18 +36,16 @@ async def _chunk_fields(server: Server) -> None:
     need(chunks[0]["object"] == "chat.completion.chunk", f"object is {chunks[0]['object']!r}")
 
 
-@STREAMS.add(
-    "first-role",
+@STREAMS.check(
     "The first delta has the role.",
     "Hand-written accumulators: they build a message without a role and echo that.",
 )
-async def _role(server: Server) -> None:
+async def _first_role(server: Server) -> None:
     found = deltas((await stream(server)).datas())
     need(found and found[0].get("role") == "assistant", f"the first delta is {found[:1]!r}")
 
 
-@STREAMS.add(
-    "finish",
+@STREAMS.check(
     "Exactly one chunk of a choice has a known finish_reason, and no delta comes after it.",
     "Clients that end at the finish_reason: they lose the rest, or never end.",
 )
@@ -62,12 +58,11 @@ async def _finish(server: Server) -> None:
     need(finishes[-1] is not None, "deltas come after the finish_reason")
 
 
-@STREAMS.add(
-    "usage-unasked",
+@STREAMS.check(
     "A stream counts no tokens unless it is asked to.",
     "Clients that read choices[0] of every chunk: the chunk with the counts has none.",
 )
-async def _unasked(server: Server) -> None:
+async def _usage_unasked(server: Server) -> None:
     forms: list[dict[str, Any]] = [{}, {"stream_options": None}]
     forms.append({"stream_options": {"include_usage": False}})
     for options in forms:
@@ -76,20 +71,18 @@ async def _unasked(server: Server) -> None:
         need(all(chunk.get("choices") for chunk in chunks), f"with {options} a chunk has no choice")
 
 
-@STREAMS.add(
-    "usage-asked",
+@STREAMS.check(
     "With include_usage the last chunk has the counts, and its choices are empty.",
     "Agents that keep a budget while they stream: they count nothing.",
 )
-async def _asked(server: Server) -> None:
+async def _usage_asked(server: Server) -> None:
     chunks = (await stream(server, stream_options={"include_usage": True})).datas()
     usage = chunks[-1].get("usage") if chunks else None
     need(isinstance(usage, dict), f"usage of the last chunk is {usage!r}")
     need(chunks[-1].get("choices") == [], "the chunk with the usage has choices")
 
 
-@STREAMS.add(
-    "pieces",
+@STREAMS.check(
     "A text arrives in pieces.",
     "Users who watch, and read timeouts: a pretended stream is silent while it is sampled.",
 )
@@ -103,8 +96,7 @@ async def _pieces(server: Server) -> None:
     need(len(pieces) > 1, f"{tokens} tokens came in {len(pieces)} pieces")
 
 
-@STREAMS.add(
-    "tool-call",
+@STREAMS.check(
     "The first delta of a call has index, id, type and name; the arguments are joined text.",
     "Every agent that streams with tools: it cannot run a call whose name never came.",
 )
@@ -128,8 +120,7 @@ async def _tool_call(server: Server) -> None:
         need("".join(pieces), "the deltas of the call have no arguments")
 
 
-@STREAMS.add(
-    "refusal",
+@STREAMS.check(
     "A bad request that wants a stream is refused with its status, not within a stream.",
     "The SDKs: they raise the class by the status, and an error after 200 is never a 400.",
 )
@@ -139,20 +130,18 @@ async def _refusal(server: Server) -> None:
     need(not streamed.events, "the refusal is an event of a stream")
 
 
-@STREAMS.add(
-    "client-leaves",
+@STREAMS.check(
     "A client that leaves in the middle of a stream may ask the same again, in either form.",
     "Agents with a timeout, and Claude Code, which asks again for a complete answer.",
 )
-async def _leaves(server: Server) -> None:
+async def _client_leaves(server: Server) -> None:
     for _ in range(3):
         (await stream(server, user("Leave after one piece. What is 6 times 7?"), at_most=1)).datas()
     await ask(server, user("Leave after one piece. What is 6 times 7?"))
     (await stream(server, user("Leave after one piece. What is 6 times 7?"))).datas()
 
 
-@STREAMS.add(
-    "at-once",
+@STREAMS.check(
     "Several streams at the same time do not mix.",
     "Agents with sub-agents: one would read the other's answer.",
 )

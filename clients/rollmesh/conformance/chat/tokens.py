@@ -94,15 +94,15 @@ for _echoes, _run in ((TEXTS, _text), (CALLS, _call)):
             f"prefix-{_name}",
             f"The next prompt begins with the tokens of the turn, echoed as: {_variant.__doc__}",
             f"{_who}: {_DRIFT}",
-        )(partial(_run, _variant))
+            partial(_run, _variant),
+        )
 
 
-@TOKENS.add(
-    "prefix-three-turns",
+@TOKENS.check(
     "The third prompt begins with the second, which begins with the first.",
     f"Every agent of more than one turn: {_DRIFT}",
 )
-async def _three(server: Server) -> None:
+async def _prefix_three_turns(server: Server) -> None:
     messages = [user("Three turns. What is 6 times 7?")]
     last = await _ask(server, *messages)
     for _ in range(2):
@@ -112,12 +112,11 @@ async def _three(server: Server) -> None:
         last = found
 
 
-@TOKENS.add(
-    "prefix-cut-answer",
+@TOKENS.check(
     "The next prompt begins with the tokens of an answer that max_tokens cut.",
     f"Agents that go on after a cut answer: {_DRIFT}",
 )
-async def _cut(server: Server) -> None:
+async def _prefix_cut_answer(server: Server) -> None:
     for limit in range(1, 1 + _SAMPLES):
         opening = user(f"Cut at {limit}. What is 6 times 7?")
         first = await _ask(server, opening, max_tokens=limit, seed=limit)
@@ -125,24 +124,22 @@ async def _cut(server: Server) -> None:
         _continues(first, second)
 
 
-@TOKENS.add(
-    "prefix-interleaved",
+@TOKENS.check(
     "Of two conversations that take turns, each continues its own tokens.",
     f"Agents with sub-agents: {_DRIFT}",
 )
-async def _interleaved(server: Server) -> None:
+async def _prefix_interleaved(server: Server) -> None:
     systems = [{"role": "system", "content": f"You are agent {name}."} for name in ("A", "B")]
     firsts = [await _ask(server, system, user()) for system in systems]
     for system, first in zip(systems, firsts, strict=True):
         _continues(first, await _ask(server, system, user(), first.message, user(DOUBT)))
 
 
-@TOKENS.add(
-    "prefix-siblings",
+@TOKENS.check(
     "Two continuations of one answer both begin with its tokens.",
     f"Tree search: {_DRIFT}",
 )
-async def _siblings(server: Server) -> None:
+async def _prefix_siblings(server: Server) -> None:
     opening = user("Siblings. What is 6 times 7?")
     first = await _ask(server, opening)
     for way in ("One", "Two"):
@@ -150,24 +147,22 @@ async def _siblings(server: Server) -> None:
         _continues(first, second)
 
 
-@TOKENS.add(
-    "prefix-images",
+@TOKENS.check(
     "The next prompt begins with the tokens of a turn that showed images.",
     f"Computer-use agents: {_DRIFT}",
 )
-async def _images(server: Server) -> None:
+async def _prefix_images(server: Server) -> None:
     opening = user(parts((picture(), picture(1)), "Images. What is 6 times 7?"))
     first = _turn(checked(seen(await post(server, opening, **_SHOWN))))
     again = user(parts((picture(),), DOUBT))
     _continues(first, await _ask(server, opening, first.message, again, max_tokens=1))
 
 
-@TOKENS.add(
-    "prefix-streamed",
+@TOKENS.check(
     "A stream shows its token ids, and the next prompt begins with them.",
     f"Agents that stream: {_DRIFT}",
 )
-async def _streamed(server: Server) -> None:
+async def _prefix_streamed(server: Server) -> None:
     opening = user("Streamed. What is 6 times 7?")
     chunks = (await stream(server, opening, **_SHOWN)).datas()
     prompts = [chunk["prompt_token_ids"] for chunk in chunks if chunk.get("prompt_token_ids")]
@@ -180,8 +175,7 @@ async def _streamed(server: Server) -> None:
     _continues(first, await _ask(server, opening, first.message, user(DOUBT), max_tokens=1))
 
 
-@TOKENS.add(
-    "counts",
+@TOKENS.check(
     "The token ids are as many as usage says.",
     "Trainers that allocate by the counts, and whoever pays by them.",
 )
@@ -193,8 +187,7 @@ async def _counts(server: Server) -> None:
     need(shown == counted, f"{shown} ids are shown, {counted} are counted")
 
 
-@TOKENS.add(
-    "logprobs",
+@TOKENS.check(
     "logprobs has one entry for each sampled id.",
     "Trainers that align log-probabilities with ids by position.",
 )
@@ -209,8 +202,7 @@ async def _logprobs(server: Server) -> None:
     )
 
 
-@TOKENS.add(
-    "same-prompt",
+@TOKENS.check(
     "One conversation has one prompt: repeated, streamed or not, its ids are equal.",
     "Groups of samples, whose advantage is taken over one prompt.",
 )

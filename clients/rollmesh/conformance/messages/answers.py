@@ -50,8 +50,7 @@ _TITLE: dict[str, Any] = {
 }
 
 
-@ANSWERS.add(
-    "fields",
+@ANSWERS.check(
     "A message has id, type, role, model, content, and a known stop_reason.",
     "The SDK's models, and Claude Code, which goes by the stop_reason.",
 )
@@ -64,8 +63,7 @@ async def _fields(server: Server) -> None:
     need(body.get("stop_reason") in STOPS, f"stop_reason is {body.get('stop_reason')!r}")
 
 
-@ANSWERS.add(
-    "usage",
+@ANSWERS.check(
     "A message counts its input and output tokens.",
     "Claude Code, which compacts by these counts.",
 )
@@ -73,8 +71,7 @@ async def _usage(server: Server) -> None:
     numbers((await ask(server)).get("usage"), "input_tokens", "output_tokens")
 
 
-@ANSWERS.add(
-    "ids",
+@ANSWERS.check(
     "Every message has an id of its own.",
     "Claude Code, which merges two answers with one id into one message of its history.",
 )
@@ -83,8 +80,7 @@ async def _ids(server: Server) -> None:
     need(ids[0] != ids[1], f"two messages have the id {ids[0]!r}")
 
 
-@ANSWERS.add(
-    "length",
+@ANSWERS.check(
     "A message that max_tokens cuts says so.",
     "Claude Code, which asks the model to go on after it.",
 )
@@ -95,8 +91,7 @@ async def _length(server: Server) -> None:
     need(body.get("stop_reason") == "max_tokens", f"stop_reason is {body.get('stop_reason')!r}")
 
 
-@ANSWERS.add(
-    "request-id",
+@ANSWERS.check(
     "Every answer has the header request-id.",
     "Whoever looks for a failed request in the logs: the SDK shows it.",
 )
@@ -106,8 +101,7 @@ async def _request_id(server: Server) -> None:
         need(answer.headers.get("request-id"), f"no request-id with status {answer.status}")
 
 
-@ANSWERS.add(
-    "keys",
+@ANSWERS.check(
     "The key is read from x-api-key, and from a bearer token.",
     "Claude Code sends the one, the SDK's newer versions the other.",
 )
@@ -116,8 +110,7 @@ async def _keys(server: Server) -> None:
     (await server.post(PATH, request(server))).body()
 
 
-@ANSWERS.add(
-    "versions",
+@ANSWERS.check(
     "Any anthropic-version, a list of betas and ?beta=true are accepted.",
     "Claude Code, and SDKs that are older or newer than the server.",
 )
@@ -127,8 +120,7 @@ async def _versions(server: Server) -> None:
         (await post(server, request(server), more, f"{PATH}?beta=true")).body()
 
 
-@ANSWERS.add(
-    "claude-code",
+@ANSWERS.check(
     "The parameters that Claude Code sends are accepted.",
     "Claude Code: it sends them with every request.",
 )
@@ -136,17 +128,15 @@ async def _claude_code(server: Server) -> None:
     await ask(server, tools=[{**TOOL, **_CACHED}], **_CLAUDE_CODE)
 
 
-@ANSWERS.add(
-    "other-models",
+@ANSWERS.check(
     "A model that the server does not know is accepted.",
     "Claude Code, whose sub-agents ask for a model of Anthropic's, whatever it was given.",
 )
-async def _models(server: Server) -> None:
+async def _other_models(server: Server) -> None:
     await ask(server, model="claude-haiku-4-5-20251001")
 
 
-@ANSWERS.add(
-    "title",
+@ANSWERS.check(
     "A request for a title is answered: no tools, thinking disabled, an answer by a schema.",
     "Claude Code, which begins with it.",
 )
@@ -154,22 +144,20 @@ async def _title(server: Server) -> None:
     await ask(server, user("<session>What is 6 times 7?</session>"), **_TITLE)
 
 
-@ANSWERS.add(
-    "system-forms",
+@ANSWERS.check(
     "System is accepted as a string and as blocks with cache_control.",
     "The SDK's examples write the one, Claude Code the other.",
 )
-async def _system(server: Server) -> None:
+async def _system_forms(server: Server) -> None:
     await ask(server, system="Be short.")
     await ask(server, system=[text("Be short."), text("Be kind.", **_CACHED)])
 
 
-@ANSWERS.add(
-    "tool-use",
+@ANSWERS.check(
     "A call is a block with id, name, and an object as input; the stop_reason is tool_use.",
     "Every agent with tools: it runs the call by its name and answers by its id.",
 )
-async def _use(server: Server) -> None:
+async def _tool_use(server: Server) -> None:
     body = await ask(server, user(CALCULATE), **FORCED)
     call = use_in(body)
     need(isinstance(call.get("id"), str) and call["id"], f"id is {call.get('id')!r}")
@@ -178,12 +166,11 @@ async def _use(server: Server) -> None:
     need(body.get("stop_reason") == "tool_use", f"stop_reason is {body.get('stop_reason')!r}")
 
 
-@ANSWERS.add(
-    "count-tokens",
+@ANSWERS.check(
     "count_tokens counts what the same message is then prompted with.",
     "Claude Code: with counts that are too low it never compacts, and stops at the limit.",
 )
-async def _count(server: Server) -> None:
+async def _count_tokens(server: Server) -> None:
     fields: dict[str, Any] = {"system": "Be short.", "tools": [TOOL]}
     counted = await count(server, user(), **fields)
     usage = (await ask(server, user(), **fields)).get("usage") or {}
@@ -194,8 +181,7 @@ async def _count(server: Server) -> None:
     need(counted == prompted, f"counted are {counted} tokens, prompted {prompted}")
 
 
-@ANSWERS.add(
-    "one-text",
+@ANSWERS.check(
     "A text as a string and as one block are the same prompt.",
     "Prefix caches and exact training: Claude Code sends one message as a list, later as a string.",
 )

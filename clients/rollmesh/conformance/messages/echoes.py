@@ -22,20 +22,18 @@ _CACHED = {"cache_control": {"type": "ephemeral"}}
 _SECOND = "the second turn is a 400, and the rollout ends."
 
 
-@ECHOES.add(
-    "sampled-message",
+@ECHOES.check(
     "The content of a message is accepted as the assistant's.",
     f"Every agent on Messages: {_SECOND}",
 )
-async def _sampled(server: Server) -> None:
+async def _sampled_message(server: Server) -> None:
     body = await ask(server)
     if not body["content"]:
         raise NotSeenError("the message has no content")
     await ask(server, user(), {"role": "assistant", "content": body["content"]}, user(DOUBT))
 
 
-@ECHOES.add(
-    "sampled-use",
+@ECHOES.check(
     "A sampled call and its result are accepted.",
     f"Every agent with tools: {_SECOND}",
 )
@@ -46,8 +44,7 @@ async def _sampled_use(server: Server) -> None:
     await ask(server, user(CALCULATE), echo, answer, tools=[TOOL])
 
 
-@ECHOES.add(
-    "thinking",
+@ECHOES.check(
     "A sampled thinking block with its signature is accepted.",
     f"Claude Code, which sends it back unchanged: {_SECOND}",
 )
@@ -60,62 +57,56 @@ async def _thinking(server: Server) -> None:
     await ask(server, user(), echo, user(DOUBT), thinking=thinking)
 
 
-@ECHOES.add(
-    "parallel-uses",
+@ECHOES.check(
     "Two calls in one message and their results in the next are accepted.",
     f"Claude Code, which runs tools in parallel: {_SECOND}",
 )
-async def _parallel(server: Server) -> None:
+async def _parallel_uses(server: Server) -> None:
     ids = ("toolu_00Ab", "toolu_01Ab")
     results = user([result(ids[0], is_error=False), result(ids[1], is_error=False, **_CACHED)])
     echo = said(text(" I will compute.\n\n"), *(use(one) for one in ids))
     await ask(server, user(CALCULATE), echo, results, tools=[TOOL])
 
 
-@ECHOES.add(
-    "result-forms",
+@ECHOES.check(
     "A result is accepted as a string, as text blocks, without content, and as an error.",
     f"The SDK's tool runner and Claude Code, which write all of these: {_SECOND}",
 )
-async def _results(server: Server) -> None:
+async def _result_forms(server: Server) -> None:
     bare = {"type": "tool_result", "tool_use_id": "toolu_00Ab"}
     forms = [result(), result(content=[text("42")]), result(content=[]), bare]
     for form in (*forms, result(content="no such file", is_error=True)):
         await ask(server, user(CALCULATE), said(use()), user([form]), tools=[TOOL])
 
 
-@ECHOES.add(
-    "moving-cache-control",
+@ECHOES.check(
     "A message is accepted with cache_control in one request and without it in the next.",
     f"Claude Code, which moves it to the newest message: {_SECOND}",
 )
-async def _cache(server: Server) -> None:
+async def _moving_cache_control(server: Server) -> None:
     await ask(server, user([text(QUESTION, **_CACHED)]))
     await ask(server, user(QUESTION), said(), user([text(DOUBT, **_CACHED)]))
 
 
-@ECHOES.add(
-    "inner-system",
+@ECHOES.check(
     "A message of the role system within the messages is accepted.",
     f"Claude Code, which sends one after the first message: {_SECOND}",
 )
-async def _system(server: Server) -> None:
+async def _inner_system(server: Server) -> None:
     inner = {"role": "system", "content": "Today is Monday."}
     await ask(server, user(), inner, said(), user(DOUBT), system="Be short.")
 
 
-@ECHOES.add(
-    "text-after-result",
+@ECHOES.check(
     "A text beside a result is accepted.",
     "Claude Code, which asks so for the summary when it compacts.",
 )
-async def _text_after(server: Server) -> None:
+async def _text_after_result(server: Server) -> None:
     asked = [result(), text("CRITICAL: Respond with TEXT ONLY.")]
     await ask(server, user(CALCULATE), said(use()), user(asked), tools=[TOOL])
 
 
-@ECHOES.add(
-    "compaction",
+@ECHOES.check(
     "A call under a summary instead of its history is answered.",
     "Claude Code after compaction: it goes on from the summary with its newest call.",
 )
@@ -124,19 +115,17 @@ async def _compaction(server: Server) -> None:
     await ask(server, summary, said(use()), user([result()]), tools=[TOOL])
 
 
-@ECHOES.add(
-    "cut-answer",
+@ECHOES.check(
     "An answer that was cut, and a request to resume it, are accepted.",
     "Claude Code, which asks for the rest up to four times.",
 )
-async def _cut(server: Server) -> None:
+async def _cut_answer(server: Server) -> None:
     first = await ask(server, max_tokens=2)
     echo = {"role": "assistant", "content": first["content"] or [text("The")]}
     await ask(server, user(), echo, user([text("Output token limit hit. Resume directly.")]))
 
 
-@ECHOES.add(
-    "sub-agents",
+@ECHOES.check(
     "A sub-agent of the same session, told by its header, is answered beside the main line.",
     "Claude Code, whose sub-agents share the key and the session.",
 )

@@ -24,8 +24,7 @@ _FIELDS: dict[str, list[Any]] = {
 _WINDOW = re.compile(r"exceed context limit: (\d+) \+ (\d+) > (\d+)")
 
 
-@REFUSALS.add(
-    "body",
+@REFUSALS.check(
     "A body that is no JSON object is a 400.",
     "Clients that retry: a 500 is asked again three times.",
 )
@@ -33,8 +32,7 @@ async def _body(server: Server) -> None:
     need_refused({name: await post(server, body) for name, body in _BODIES.items()})
 
 
-@REFUSALS.add(
-    "fields",
+@REFUSALS.check(
     "A field of a wrong type or out of its range is a 400.",
     "Clients that retry, and experiments whose setting is silently ignored.",
 )
@@ -48,8 +46,7 @@ async def _fields(server: Server) -> None:
     )
 
 
-@REFUSALS.add(
-    "error-body",
+@REFUSALS.check(
     "A refusal is Anthropic's: type error, and an error with its type and message.",
     "The SDK and Claude Code, which decide by error.type.",
 )
@@ -61,24 +58,22 @@ async def _error_body(server: Server) -> None:
     need(isinstance(error.get("message"), str), f"error.message is {error.get('message')!r}")
 
 
-@REFUSALS.add(
-    "prompt-too-long",
+@REFUSALS.check(
     "A prompt that is too long is a 400 that says prompt is too long.",
     "Claude Code, which compacts by these words.",
 )
-async def _too_long(server: Server) -> None:
+async def _prompt_too_long(server: Server) -> None:
     context = _context(server)
     answer = await post(server, request(server, user("one two three " * context)))
     need(answer.status == 400, f"status {answer.status}: {answer}")
     need("prompt is too long" in answer.text.lower(), f"the message is {answer}")
 
 
-@REFUSALS.add(
-    "small-window",
+@REFUSALS.check(
     "A max_tokens that does not fit is cut, or refused with the three numbers.",
     "Claude Code, which asks for 32000 tokens and reads from the refusal what would fit.",
 )
-async def _window(server: Server) -> None:
+async def _small_window(server: Server) -> None:
     context = _context(server)
     body = request(server, max_tokens=context, stream=True)
     streamed = await server.stream(PATH, body, at_most=1)

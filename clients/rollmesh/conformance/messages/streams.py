@@ -22,8 +22,7 @@ async def _events(server: Server, *messages: dict[str, Any], **fields: Any) -> E
     return found
 
 
-@STREAMS.add(
-    "order",
+@STREAMS.check(
     "A stream is message_start, blocks one after another, message_delta, message_stop.",
     "The SDK's stream helper, which raises, and Claude Code, which asks again without streaming.",
 )
@@ -40,12 +39,11 @@ async def _order(server: Server) -> None:
     need(not inside, "the last block has no content_block_stop")
 
 
-@STREAMS.add(
-    "event-names",
+@STREAMS.check(
     "The name of an event is its type.",
     "The SDK, which ignores events without a name: the answer is empty, silently.",
 )
-async def _names(server: Server) -> None:
+async def _event_names(server: Server) -> None:
     streamed = await stream(server)
     for event, data in zip(streamed.events, streamed.datas(), strict=False):
         need(
@@ -53,8 +51,7 @@ async def _names(server: Server) -> None:
         )
 
 
-@STREAMS.add(
-    "start",
+@STREAMS.check(
     "message_start has the message: its id, role, model and usage.",
     "Claude Code and the SDK's helper, which build the message from it.",
 )
@@ -65,8 +62,7 @@ async def _start(server: Server) -> None:
     need(type(message["usage"].get("input_tokens")) is int, f"usage is {message['usage']!r}")
 
 
-@STREAMS.add(
-    "blocks",
+@STREAMS.check(
     "Blocks are numbered from 0, and each has only deltas of its own type.",
     "Claude Code: a thinking_delta in a text block ends its turn.",
 )
@@ -85,8 +81,7 @@ async def _blocks(server: Server) -> None:
             need(wanted == kinds[-1], f"a {delta} is in a block of type {kinds[-1]}")
 
 
-@STREAMS.add(
-    "end",
+@STREAMS.check(
     "message_delta has a known stop_reason and the output tokens.",
     "Claude Code, which takes an answer without a stop_reason for a broken one.",
 )
@@ -98,12 +93,11 @@ async def _end(server: Server) -> None:
     need(type(tokens) is int, f"output_tokens is {tokens!r}")
 
 
-@STREAMS.add(
-    "tool-use",
+@STREAMS.check(
     "A call begins with its id, name and an empty input; its deltas join to JSON.",
     "Every agent that streams with tools.",
 )
-async def _use(server: Server) -> None:
+async def _tool_use(server: Server) -> None:
     events = await _events(server, user(CALCULATE), **FORCED)
     starts = [one for one in events if one.get("type") == "content_block_start"]
     calls = [one for one in starts if one["content_block"].get("type") == "tool_use"]
@@ -125,8 +119,7 @@ async def _use(server: Server) -> None:
         raise NotSeenError(f"the model called the tool with {text!r:.200}")
 
 
-@STREAMS.add(
-    "refusal",
+@STREAMS.check(
     "A bad request that wants a stream is refused with its status, not within a stream.",
     "The SDK, which raises the class by the status.",
 )
@@ -135,12 +128,11 @@ async def _refusal(server: Server) -> None:
     need(400 <= streamed.answer.status < 500, f"status {streamed.answer.status}")
 
 
-@STREAMS.add(
-    "client-leaves",
+@STREAMS.check(
     "A client that leaves in the middle of a stream may ask for the complete message.",
     "Claude Code, which does so at once after every stream that broke.",
 )
-async def _leaves(server: Server) -> None:
+async def _client_leaves(server: Server) -> None:
     question = user("Leave after one piece. What is 6 times 7?")
     for _ in range(3):
         (await stream(server, question, at_most=1)).datas()

@@ -42,8 +42,7 @@ _CODEX_TOOLS: list[dict[str, Any]] = [
 ]
 
 
-@ANSWERS.add(
-    "fields",
+@ANSWERS.check(
     "A response has id, object, created_at, model, status and output, whose items have ids.",
     "The SDK's models, and openai-agents, which reads the items of output.",
 )
@@ -59,8 +58,7 @@ async def _fields(server: Server) -> None:
         need(isinstance(item.get("type"), str), f"an item has no type: {item!r:.200}")
 
 
-@ANSWERS.add(
-    "usage",
+@ANSWERS.check(
     "A response counts its input, output and total tokens.",
     "Codex, which refuses a usage without these numbers, and compacts by them.",
 )
@@ -70,8 +68,7 @@ async def _usage(server: Server) -> None:
     need(prompt + answer == total, f"the total is not the sum: {usage!r}")
 
 
-@ANSWERS.add(
-    "ids",
+@ANSWERS.check(
     "Every response and every item has an id of its own.",
     "Clients that merge by id, and previous_response_id.",
 )
@@ -82,8 +79,7 @@ async def _ids(server: Server) -> None:
     need(len(set(ids)) == len(ids), f"the ids are {ids}")
 
 
-@ANSWERS.add(
-    "length",
+@ANSWERS.check(
     "A response that max_output_tokens cuts is incomplete and says why.",
     "Codex and openai-agents, which take anything else for a complete answer.",
 )
@@ -96,8 +92,7 @@ async def _length(server: Server) -> None:
     need(reason == "max_output_tokens", f"incomplete_details.reason is {reason!r}")
 
 
-@ANSWERS.add(
-    "input-forms",
+@ANSWERS.check(
     "Input is accepted as a string, as messages with and without type, and with instructions.",
     "Scripts, openai-agents and Codex, which each write another of these.",
 )
@@ -109,26 +104,23 @@ async def _input_forms(server: Server) -> None:
     await ask(server, {**user("Be short."), "role": "system"}, user(), user(DOUBT))
 
 
-@ANSWERS.add(
-    "null-parameters",
+@ANSWERS.check(
     "A parameter that OpenAI lets be null may be null.",
     "Frameworks that send every field of a model: each request would be a 400.",
 )
-async def _nulls(server: Server) -> None:
+async def _null_parameters(server: Server) -> None:
     await ask(server, **dict.fromkeys(_NULLABLE))
 
 
-@ANSWERS.add(
-    "codex-parameters",
+@ANSWERS.check(
     "The parameters that Codex sends are accepted.",
     "Codex: it sends them with every request.",
 )
-async def _codex(server: Server) -> None:
+async def _codex_parameters(server: Server) -> None:
     await ask(server, user(), tools=[TOOL], **_CODEX)
 
 
-@ANSWERS.add(
-    "codex-tools",
+@ANSWERS.check(
     "Tools in a namespace and web_search are accepted beside functions.",
     "Codex: it offers all three with every request.",
 )
@@ -136,30 +128,27 @@ async def _codex_tools(server: Server) -> None:
     await ask(server, user(), tools=_CODEX_TOOLS)
 
 
-@ANSWERS.add(
-    "freeform-tool",
+@ANSWERS.check(
     "A custom tool, whose input is text, is accepted.",
     "Codex with apply_patch as a freeform tool.",
 )
-async def _freeform(server: Server) -> None:
+async def _freeform_tool(server: Server) -> None:
     custom = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
     await ask(server, user(), tools=[TOOL, custom])
 
 
-@ANSWERS.add(
-    "function-call",
+@ANSWERS.check(
     "A call is an item with id, call_id, name, and arguments as text.",
     "Every agent with tools: it runs the call by its name and answers by its call_id.",
 )
-async def _call(server: Server) -> None:
+async def _function_call(server: Server) -> None:
     call = call_in(await ask(server, user(CALCULATE), **FORCED))
     for name in ("id", "call_id", "arguments"):
         need(isinstance(call.get(name), str) and call[name], f"{name} is {call.get(name)!r}")
     need(call.get("name") == "calculator", f"name is {call.get('name')!r}")
 
 
-@ANSWERS.add(
-    "previous-unknown",
+@ANSWERS.check(
     "A previous_response_id that the server does not know is refused.",
     "Agents that keep their history at the server: they would go on without it, unnoticed.",
 )
@@ -169,12 +158,11 @@ async def _previous_unknown(server: Server) -> None:
     need(400 <= answer.status < 500, f"status {answer.status}: {answer}")
 
 
-@ANSWERS.add(
-    "previous-complete",
+@ANSWERS.check(
     "previous_response_id continues the complete history, calls included, or is refused.",
     "Agents that keep their history at the server: a model that no longer sees its own call.",
 )
-async def _previous(server: Server) -> None:
+async def _previous_complete(server: Server) -> None:
     first = await ask(server, user(CALCULATE), **{**FORCED, "store": True})
     output = {"type": "function_call_output", "call_id": call_in(first)["call_id"], "output": "42"}
     body = request(server, output, tools=[TOOL], previous_response_id=first["id"])
@@ -186,8 +174,7 @@ async def _previous(server: Server) -> None:
     need(counts[0] == counts[1], f"it is prompted with {counts[0]} tokens, not {counts[1]}")
 
 
-@ANSWERS.add(
-    "json-text",
+@ANSWERS.check(
     "text.format asks for JSON by a schema.",
     "openai-agents with an output type, and Codex with an output schema.",
 )

@@ -20,20 +20,18 @@ ECHOES = Family("responses.echoes")
 _SECOND = "the second turn is a 400, and the rollout ends."
 
 
-@ECHOES.add(
-    "sampled-output",
+@ECHOES.check(
     "The items of a response are accepted as input.",
     f"Every agent on Responses: {_SECOND}",
 )
-async def _sampled(server: Server) -> None:
+async def _sampled_output(server: Server) -> None:
     body = await ask(server, user())
     if body.get("status") == "incomplete" and not body["output"]:
         raise NotSeenError("the response has no items")
     await ask(server, user(), *body["output"], user(DOUBT))
 
 
-@ECHOES.add(
-    "sampled-call",
+@ECHOES.check(
     "A sampled call and its result are accepted, in an answer of their own ids.",
     f"Every agent with tools: {_SECOND}",
 )
@@ -43,12 +41,11 @@ async def _sampled_call(server: Server) -> None:
     await ask(server, user(CALCULATE), *body["output"], result(call["call_id"]), tools=[TOOL])
 
 
-@ECHOES.add(
-    "message-forms",
+@ECHOES.check(
     "An assistant's message is accepted with and without id, status, annotations and logprobs.",
     f"openai-agents, which sends all of them, and Codex, which sends fewer: {_SECOND}",
 )
-async def _forms(server: Server) -> None:
+async def _message_forms(server: Server) -> None:
     bare = {"type": "message", "role": "assistant"}
     part = {"type": "output_text", "text": "42"}
     forms: list[dict[str, Any]] = [said(), {**bare, "content": [part]}, {**bare, "content": "42"}]
@@ -56,12 +53,11 @@ async def _forms(server: Server) -> None:
         await ask(server, user(), form, user(DOUBT))
 
 
-@ECHOES.add(
-    "calls-then-results",
+@ECHOES.check(
     "Two calls and after them their two results are accepted, and in turns.",
     f"Codex, which sends all calls first: {_SECOND}",
 )
-async def _parallel(server: Server) -> None:
+async def _calls_then_results(server: Server) -> None:
     calls = [called("call_00Ab"), called("call_01Ab")]
     results = [result("call_00Ab"), result("call_01Ab")]
     await ask(server, user(CALCULATE), *calls, *results, tools=[TOOL])
@@ -69,8 +65,7 @@ async def _parallel(server: Server) -> None:
     await ask(server, user(CALCULATE), *mixed, tools=[TOOL])
 
 
-@ECHOES.add(
-    "call-forms",
+@ECHOES.check(
     "A call is accepted with and without id and status, and beside a message.",
     f"openai-agents, which sends them, and LangChain, which does not: {_SECOND}",
 )
@@ -80,18 +75,16 @@ async def _call_forms(server: Server) -> None:
     await ask(server, user(CALCULATE), said(" I will compute."), bare, result(), tools=[TOOL])
 
 
-@ECHOES.add(
-    "broken-arguments",
+@ECHOES.check(
     "A call whose arguments are not JSON is accepted in a history.",
     "Agents that answer such a call with the error: one bad sample would end the rollout.",
 )
-async def _broken(server: Server) -> None:
+async def _broken_arguments(server: Server) -> None:
     for arguments in ('{"a": 6, "b": ', ""):
         await ask(server, user(CALCULATE), called(arguments=arguments), result(), tools=[TOOL])
 
 
-@ECHOES.add(
-    "result-list",
+@ECHOES.check(
     "A call's output as a list of text parts is accepted.",
     f"Codex, whose tools may give a list: {_SECOND}",
 )
@@ -100,18 +93,16 @@ async def _result_list(server: Server) -> None:
     await ask(server, user(CALCULATE), called(), result(output=output), tools=[TOOL])
 
 
-@ECHOES.add(
-    "result-with-id",
+@ECHOES.check(
     "A call's output with an id and a status of the client is accepted.",
     f"Codex, which numbers its own items: {_SECOND}",
 )
-async def _result_id(server: Server) -> None:
+async def _result_with_id(server: Server) -> None:
     own = {**result(), "id": "fco_1", "status": "completed"}
     await ask(server, user(CALCULATE), called(), own, tools=[TOOL])
 
 
-@ECHOES.add(
-    "reasoning",
+@ECHOES.check(
     "A reasoning item without encrypted content is accepted in a history.",
     "Agents that go on from another server's history, and Codex after a change of model.",
 )
@@ -122,8 +113,7 @@ async def _reasoning(server: Server) -> None:
     )
 
 
-@ECHOES.add(
-    "compaction",
+@ECHOES.check(
     "A history that was replaced by a summary is answered, without tools.",
     "Codex, which compacts so: it asks for the summary with tools left out.",
 )

@@ -22,8 +22,7 @@ _FIELDS: dict[str, list[Any]] = {
 }
 
 
-@REFUSALS.add(
-    "body",
+@REFUSALS.check(
     "A body that is no JSON object is a 400.",
     "Clients that retry: a 500 is asked again three to five times.",
 )
@@ -31,8 +30,7 @@ async def _body(server: Server) -> None:
     need_refused({name: await server.post(PATH, body) for name, body in _BODIES.items()})
 
 
-@REFUSALS.add(
-    "fields",
+@REFUSALS.check(
     "A field of a wrong type or out of its range is a 400.",
     "Clients that retry, and experiments whose setting is silently ignored.",
 )
@@ -46,8 +44,7 @@ async def _fields(server: Server) -> None:
     )
 
 
-@REFUSALS.add(
-    "error-body",
+@REFUSALS.check(
     "A refusal is JSON: an error with a message, a type, and the keys param and code.",
     "Codex and the SDK, which decide by error.code.",
 )
@@ -58,12 +55,11 @@ async def _error_body(server: Server) -> None:
     need({"message", "type", "param", "code"} <= error.keys(), f"the error is {error!r:.200}")
 
 
-@REFUSALS.add(
-    "context-code",
+@REFUSALS.check(
     "An input that is too long has the code context_length_exceeded.",
     "Codex: it ends at once with this code, and retries without it.",
 )
-async def _context(server: Server) -> None:
+async def _context_code(server: Server) -> None:
     if server.context_tokens is None:
         raise NotSeenError("the context length is not known; give --context-tokens")
     body = request(server, user("one two three " * server.context_tokens))

@@ -22,8 +22,7 @@ def _of(events: Events, kind: str) -> Events:
     return [event for event in events if event.get("type") == kind]
 
 
-@STREAMS.add(
-    "order",
+@STREAMS.check(
     "A stream begins with response.created and ends with response.completed or incomplete.",
     "The SDK's stream helper, which raises RuntimeError, and Codex, which asks again.",
 )
@@ -33,12 +32,11 @@ async def _order(server: Server) -> None:
     need(kinds[-1] in _ENDS, f"the last event is {kinds[-1]!r}")
 
 
-@STREAMS.add(
-    "event-names",
+@STREAMS.check(
     "The name of an event is its type, and sequence_number counts the events.",
     "Clients that read the event's name, and those that detect what is missing.",
 )
-async def _names(server: Server) -> None:
+async def _event_names(server: Server) -> None:
     streamed = await stream(server, user())
     events = streamed.datas()
     for event, data in zip(streamed.events, events, strict=False):
@@ -49,8 +47,7 @@ async def _names(server: Server) -> None:
     need(counted == list(range(len(counted))), f"the sequence numbers are {counted!r:.200}")
 
 
-@STREAMS.add(
-    "items",
+@STREAMS.check(
     "Every item has output_item.added before its content and output_item.done after it.",
     "Codex, which takes its items from output_item.done: without it the turn is empty, silently.",
 )
@@ -68,8 +65,7 @@ async def _items(server: Server) -> None:
             need(item_id in seen, f"{event.get('type')} of {item_id!r} comes before its item")
 
 
-@STREAMS.add(
-    "same-items",
+@STREAMS.check(
     "The last event has the items of the stream: the same ids, the same text.",
     "openai-agents, which reads the last event only, and whoever echoes by id.",
 )
@@ -85,8 +81,7 @@ async def _same_items(server: Server) -> None:
     need(deltas == text, f"the deltas say {deltas!r:.100}, the last event {text!r:.100}")
 
 
-@STREAMS.add(
-    "usage",
+@STREAMS.check(
     "The last event counts the tokens.",
     "Codex, which compacts by these counts.",
 )
@@ -95,12 +90,11 @@ async def _usage(server: Server) -> None:
     numbers(usage, "input_tokens", "output_tokens", "total_tokens")
 
 
-@STREAMS.add(
-    "function-call",
+@STREAMS.check(
     "A call is an item with its call_id and name; its deltas join to its arguments.",
     "Every agent that streams with tools.",
 )
-async def _call(server: Server) -> None:
+async def _function_call(server: Server) -> None:
     events = await _events(server, user(CALCULATE), **FORCED)
     items = [event["item"] for event in _of(events, "response.output_item.done")]
     calls = [item for item in items if item.get("type") == "function_call"]
@@ -114,8 +108,7 @@ async def _call(server: Server) -> None:
     need(text == call.get("arguments"), f"deltas {text!r}, arguments {call.get('arguments')!r}")
 
 
-@STREAMS.add(
-    "refusal",
+@STREAMS.check(
     "A bad request that wants a stream is refused with its status, not within a stream.",
     "Codex and the SDKs: they read the status first, and retry a stream that breaks off.",
 )
@@ -124,12 +117,11 @@ async def _refusal(server: Server) -> None:
     need(400 <= streamed.answer.status < 500, f"status {streamed.answer.status}")
 
 
-@STREAMS.add(
-    "client-leaves",
+@STREAMS.check(
     "A client that leaves in the middle of a stream may ask the same again.",
     "Codex, which reconnects up to five times.",
 )
-async def _leaves(server: Server) -> None:
+async def _client_leaves(server: Server) -> None:
     question = user("Leave after one piece. What is 6 times 7?")
     for _ in range(3):
         (await stream(server, question, at_most=1)).datas()

@@ -28,8 +28,7 @@ _LOST = "Trainers: a turn that the agent made is not trained, and no figure show
 _FOREIGN = "Trainers: tokens are trained after a context in which they were not sampled."
 
 
-@RECORDS.add(
-    "one-sequence",
+@RECORDS.check(
     "An episode of three turns is one sequence that has each answer's ids and log-probabilities.",
     "Trainers: each turn becomes an episode of its own, with the prompt trained over and over.",
 )
@@ -42,8 +41,7 @@ async def _one_sequence(server: Server) -> None:
     need(not short, f"{len(short)} answers have another number of log-probabilities than ids")
 
 
-@RECORDS.add(
-    "missing-ids",
+@RECORDS.check(
     "An answer for which the engine showed no token ids is refused, or the record labels it.",
     "Trainers: a turn without ids counts as a whole sample, and nothing of it is trained.",
 )
@@ -61,8 +59,7 @@ async def _missing_ids(server: Server) -> None:
     need(any(one.labels for one in found.spans), "no label tells the answer without ids apart")
 
 
-@RECORDS.add(
-    "cut-answers",
+@RECORDS.check(
     "Three answers that max_tokens cut are all in the record, in one sequence or labelled.",
     _LOST,
 )
@@ -74,8 +71,7 @@ async def _cut_answers(server: Server) -> None:
     _joined_or_labelled(found, found.calls)
 
 
-@RECORDS.add(
-    "retry",
+@RECORDS.check(
     "A retry and the turns after it are in the record, and a first attempt that was lost is not "
     "trained as if the agent had used it.",
     _LOST,
@@ -92,8 +88,7 @@ async def _retry(server: Server) -> None:
     _not_plain(found, kept, found.calls[:-2], "first attempt")
 
 
-@RECORDS.add(
-    "edited-history",
+@RECORDS.check(
     "A turn under a summary instead of its history is in the record, and labelled as a split.",
     "Trainers: one episode counts as two, and its reward is given twice.",
 )
@@ -106,8 +101,7 @@ async def _edited_history(server: Server) -> None:
     _joined_or_labelled(found, found.calls)
 
 
-@RECORDS.add(
-    "shared-answer",
+@RECORDS.check(
     "Two turns that continue one answer are in the record, and the answer is trained once.",
     "Trainers: an answer has more weight the more branches continue it.",
 )
@@ -123,8 +117,7 @@ async def _shared_answer(server: Server) -> None:
         _joined_or_labelled(found, [shared, branch])
 
 
-@RECORDS.add(
-    "template-glue",
+@RECORDS.check(
     "An episode is one sequence, or labelled, where the template prints text before an answer that "
     "it leaves out of the history, as Qwen3 does with enable_thinking false.",
     "Trainers: every episode of more than one turn splits at each turn.",
@@ -141,8 +134,7 @@ async def _template_glue(server: Server) -> None:
     _joined_or_labelled(found, found.calls)
 
 
-@RECORDS.add(
-    "other-ids",
+@RECORDS.check(
     "An episode is one sequence, or labelled, where the text of an answer encodes to other ids than"
     " were sampled.",
     "Trainers: an episode splits where a history is encoded again, or trains ids nobody sampled.",
@@ -161,8 +153,7 @@ async def _other_ids(server: Server) -> None:
     _joined_or_labelled(found, found.calls)
 
 
-@RECORDS.add(
-    "stop-string",
+@RECORDS.check(
     "An answer that a stop string ended is in the record, and the next turn's context is the "
     "engine's.",
     _FOREIGN,
@@ -183,8 +174,7 @@ async def _stop_string(server: Server) -> None:
     _joined_or_labelled(found, found.calls)
 
 
-@RECORDS.add(
-    "empty-answer",
+@RECORDS.check(
     "A turn to which the model sampled only the end of its turn is in the record, with the turns "
     "after it.",
     _LOST,
@@ -201,13 +191,12 @@ async def _empty_answer(server: Server) -> None:
     _joined_or_labelled(found, found.calls)
 
 
-@RECORDS.add(
-    "dropped-cut-answer",
+@RECORDS.check(
     "A cut answer that the agent threw away is labelled, and the turn that it asked instead is in "
     "the record with its own prompt.",
     _FOREIGN,
 )
-async def _dropped_cut(server: Server) -> None:
+async def _dropped_cut_answer(server: Server) -> None:
     async with episode(server, max_tokens=_CUT_TOKENS) as found:
         opening = user("Dropped. What is 6 times 7?")
         await found.ask(opening)
@@ -217,8 +206,7 @@ async def _dropped_cut(server: Server) -> None:
     _not_plain(found, found.calls[1:], found.calls[:1], "answer that was thrown away")
 
 
-@RECORDS.add(
-    "choices",
+@RECORDS.check(
     "A request for two choices is refused, or a turn that continues the second one is recorded "
     "after the second one.",
     _FOREIGN,
@@ -238,8 +226,7 @@ async def _choices(server: Server) -> None:
     _joined_or_labelled(found, [second, last])
 
 
-@RECORDS.add(
-    "versions",
+@RECORDS.check(
     "Two turns of different weights are recorded with different versions.",
     "Trainers: the ratio of the older turn is taken to the wrong policy.",
 )
