@@ -1,11 +1,12 @@
-"""Bad requests to chat completions: a typed refusal, never a failure of the server."""
+"""Bad requests to chat completions, and repeats of good ones."""
 
 import json
 from typing import Any
 
 from rollmesh.conformance.chat.requests import PATH, ask, post, request, user
 from rollmesh.conformance.checks import Family, NotSeenError
-from rollmesh.conformance.server import Answer, Server, mapping, need, need_refused
+from rollmesh.conformance.retries import Repeats
+from rollmesh.conformance.server import Answer, Server, Streamed, mapping, need, need_refused
 
 REFUSALS = Family("chat.refusals")
 _BODIES: dict[str, bytes] = {
@@ -184,3 +185,18 @@ async def _too_long(server: Server) -> Answer:
     if server.context_tokens is None:
         raise NotSeenError("the context length is not known; give --context-tokens")
     return await post(server, user("one two three " * server.context_tokens), max_tokens=1)
+
+
+def _asked(server: Server, text: str) -> dict[str, Any]:
+    return request(server, user(text))
+
+
+def _said(body: dict[str, Any]) -> Any:
+    return body["choices"]
+
+
+def _streamed_id(streamed: Streamed) -> Any:
+    return streamed.datas()[0].get("id")
+
+
+RETRIES = Repeats(PATH, _asked, _said, _streamed_id).family("chat")

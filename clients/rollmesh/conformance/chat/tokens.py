@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from rollmesh.conformance.asked import CALCULATE, DOUBT
-from rollmesh.conformance.chat.images import parts
+from rollmesh.conformance.chat.echoes import parts
 from rollmesh.conformance.chat.requests import (
     FORCED,
     PATH,

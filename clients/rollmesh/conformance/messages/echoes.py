@@ -1,7 +1,11 @@
-"""Histories as Claude Code and the SDK's tool runner send them to Messages."""
+"""Histories and images as Claude Code and the SDK's tool runner send them to Messages."""
+
+from collections.abc import Sequence
+from typing import Any
 
 from rollmesh.conformance.asked import CALCULATE, DOUBT, QUESTION
 from rollmesh.conformance.checks import Family, NotSeenError
+from rollmesh.conformance.images import add_images, encoded
 from rollmesh.conformance.messages.requests import (
     FORCED,
     TOOL,
@@ -15,7 +19,7 @@ from rollmesh.conformance.messages.requests import (
     use_in,
     user,
 )
-from rollmesh.conformance.server import Server
+from rollmesh.conformance.server import Answer, Server, numbers
 
 ECHOES = Family("messages.echoes")
 _CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -135,3 +139,31 @@ async def _sub_agents(server: Server) -> None:
     (await post(server, request(server), session)).body()
     (await post(server, body, {**session, "x-claude-code-agent-id": "0123456789abcdef0"})).body()
     (await post(server, request(server, user(), said(), user(DOUBT)), session)).body()
+
+
+IMAGES = Family("messages.images")
+
+
+def _blocks(images: Sequence[bytes], words: str = QUESTION) -> list[dict[str, Any]]:
+    sources = [
+        {"type": "base64", "media_type": "image/png", "data": encoded(one)} for one in images
+    ]
+    return [*({"type": "image", "source": source} for source in sources), text(words)]
+
+
+async def _user(server: Server, images: Sequence[bytes]) -> Answer:
+    return await post(server, request(server, user(_blocks(images))))
+
+
+async def _result(server: Server, images: Sequence[bytes]) -> Answer:
+    answered = user([result(content=_blocks(images, "Seen."))])
+    return await post(server, request(server, user(), said(use()), answered, tools=[TOOL]))
+
+
+def _count(body: dict[str, Any]) -> int:
+    usage = body.get("usage")
+    (fresh,) = numbers(usage, "input_tokens")
+    return fresh + ((usage or {}).get("cache_read_input_tokens") or 0)
+
+
+add_images(IMAGES, _user, _result, _count)

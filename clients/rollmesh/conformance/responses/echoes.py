@@ -1,20 +1,24 @@
-"""Histories as Codex, openai-agents and scripts send them to Responses."""
+"""Histories and images as Codex, openai-agents and scripts send them to Responses."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from rollmesh.conformance.asked import CALCULATE, DOUBT
+from rollmesh.conformance.asked import CALCULATE, DOUBT, QUESTION
 from rollmesh.conformance.checks import Family, NotSeenError
+from rollmesh.conformance.images import add_images, data_url
 from rollmesh.conformance.responses.requests import (
     FORCED,
+    PATH,
     TOOL,
     ask,
     call_in,
     called,
+    request,
     result,
     said,
     user,
 )
-from rollmesh.conformance.server import Server
+from rollmesh.conformance.server import Answer, Server, numbers
 
 ECHOES = Family("responses.echoes")
 _SECOND = "the second turn is a 400, and the rollout ends."
@@ -120,3 +124,29 @@ async def _reasoning(server: Server) -> None:
 async def _compaction(server: Server) -> None:
     await ask(server, user(CALCULATE), called(), result(), user("Summarise."), tools=[])
     await ask(server, user("Another language model produced a summary: 42."), tools=[TOOL])
+
+
+IMAGES = Family("responses.images")
+
+
+def _parts(images: Sequence[bytes], text: str = QUESTION) -> list[dict[str, Any]]:
+    shown = [{"type": "input_image", "image_url": data_url(one)} for one in images]
+    return [*shown, {"type": "input_text", "text": text}]
+
+
+async def _user(server: Server, images: Sequence[bytes]) -> Answer:
+    asked = {**user(), "content": _parts(images)}
+    return await server.post(PATH, request(server, asked))
+
+
+async def _result(server: Server, images: Sequence[bytes]) -> Answer:
+    items = (user(), called(), result(output=_parts(images, "Seen.")))
+    return await server.post(PATH, request(server, *items, tools=[TOOL]))
+
+
+def _count(body: dict[str, Any]) -> int:
+    (prompt,) = numbers(body.get("usage"), "input_tokens")
+    return prompt
+
+
+add_images(IMAGES, _user, _result, _count)
