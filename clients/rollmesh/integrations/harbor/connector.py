@@ -101,8 +101,8 @@ def ending_of(row: Mapping[str, Any], rewards: Mapping[str, Any], reward: str) -
     """Returns how the session of a rollout is closed. None while the rollout runs.
 
     A rollout that failed by its infrastructure has no reward, whatever Harbor's verifier says of
-    it: a time-out of a sandbox is not the policy's 0. Of the rewards, those that Harbor holds
-    invalid are None.
+    it: a time-out of a sandbox is not the policy's 0. A reward that Harbor holds invalid is
+    None.
     """
     if row["state"] not in _ENDED:
         return None

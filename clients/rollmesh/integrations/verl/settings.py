@@ -1,4 +1,4 @@
-"""Settings: those of rollmesh in verl's configuration, and verl's own settings of rollouts.
+"""Settings of rollmesh in verl's configuration, and verl's own settings of rollouts.
 
 The mesh serves some of verl's and refuses others by name. Settings of verl's inference servers
 alone (memory, parallel sizes, batches) are not read. The tables are in docs/verl.md.

@@ -196,7 +196,7 @@ class Adapters:
             self._held[revision_of(adapter.ref)].users -= 1
 
     async def load(self, header: engine_pb2.AdapterHeader, chunks: AsyncIterator[bytes]) -> None:
-        """Loads a revision, and unloads those that it replaces. All is checked before.
+        """Loads a revision, and unloads what it replaces. All is checked before.
 
         Raises:
             InvalidFieldError: The config or a tensor does not fit the model, or there is no room.

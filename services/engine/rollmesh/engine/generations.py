@@ -209,7 +209,7 @@ class Generations:
         None aborts all.
 
         Returns:
-            The ids of those that are running, sorted.
+            The ids of the running ones, sorted.
         """
         found = sorted(
             self._running.keys() if request_ids is None else request_ids & self._running.keys()

@@ -1,4 +1,4 @@
-"""Metrics of the engine, in addition to those of all services."""
+"""Metrics of the engine alone, beside the metrics of all services."""
 
 from functools import cache
 

@@ -1,6 +1,6 @@
 """Compares messages: as the template would see them, and as agents echo them.
 
-The rules are those that real clients need. Arguments compare as JSON values and their numbers as
+The rules are what real clients need. Arguments compare as JSON values and their numbers as
 doubles. Call ids count only if the template prints them. Absent fields equal empty ones. An echo
 of a sampled message may also be stripped of blank text, lack its reasoning or have it inlined, lack
 the text beside its calls, carry the agent's name, and contain repaired arguments.
@@ -85,7 +85,7 @@ class ChangedEcho:
         return changes
 
     def _text_changes(self, sampled: Message) -> int | None:
-        """Returns 0 if the content is that of a sampled message, 1 if it lacks it, or None.
+        """Returns 0 if the content is as sampled, 1 if it is missing, or None.
 
         It may inline the reasoning.
         """

@@ -125,7 +125,7 @@ class ImagePrompts:
         return made
 
     def check_rest(self, images: Images, token_ids: TokenIds) -> None:
-        """Checks that no id stands for an image, other than those of `images`.
+        """Checks that no id stands for an image that is not in `images`.
 
         Raises:
             InvalidFieldError: One does. Trainers cannot tell such an id from ids of images.

@@ -204,7 +204,7 @@ class WeightReceiver:
     def adapted_modules(self, names: list[str]) -> list[str]:
         """Returns the modules that take adapters, as vLLM names them. Empty for all others.
 
-        Names are those of a checkpoint or of PEFT.
+        A checkpoint or PEFT has these names.
         """
         from vllm.lora.layers import BaseLayerWithLoRA
 

@@ -322,7 +322,7 @@ class Continuation:
 
         A truncated answer is closed as the template closes it. Where the header of the next turn
         ends answers, a sampled header is kept and not repeated. If the next turn has another
-        header, both are in the context, as the engine will see it. `ids` are those that the next
+        header, both are in the context, as the engine will see it. `ids` are what the next
         group, or the model's turn, adds by the template alone. Uint32 [N].
         """
         if not self._headers:
@@ -365,7 +365,7 @@ class Continuation:
 
         An append-only template always prints an answer the same way, so each answer is compared
         once. For other templates the whole conversation is rendered. `added` are the ids of the
-        fresh groups, and those that open the model's turn. Uint32 [N] each.
+        fresh groups, and of what opens the model's turn. Uint32 [N] each.
         """
         context, probed = self._pinned(context)
         groups = [*(node.messages for node in path), *fresh]

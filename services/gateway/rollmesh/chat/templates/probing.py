@@ -525,7 +525,7 @@ class _Probe:
         return outcome is not _Outcome.REFUSED and [one.count(image) for one in texts] == counts
 
     def _find_greetings(self) -> None:
-        """Tries conversations that an agent begins. Refuses those that differ from the render.
+        """Tries conversations that an agent begins. Refuses what differs from the render.
 
         A greeting was not sampled, so keeping sampled tokens does not explain a difference.
         """

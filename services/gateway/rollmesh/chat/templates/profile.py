@@ -10,7 +10,7 @@ from rollmesh.chat.templates.windows import ANY_TOOLS, RefusedOrder, TemplateRef
 
 
 class Kind(StrEnum):
-    """How the template treats earlier turns. The names are those of `TemplateKind`."""
+    """How the template treats earlier turns, by the names of `TemplateKind`."""
 
     APPEND_ONLY = "append-only"
     """A longer conversation begins with the shorter one, in every order that was probed."""
@@ -23,7 +23,7 @@ class Kind(StrEnum):
 class Finding(StrEnum):
     """A finding of the probe. The tokens of a session stay as sampled in any case.
 
-    The names are those of `TemplateFinding`.
+    `TemplateFinding` has the same names.
     """
 
     DROPS_REASONING = "drops earlier reasoning"
@@ -95,7 +95,7 @@ class TemplatePair(ModelTemplate):
     """Two templates, of which a request's tools choose one, as in transformers."""
 
     def __init__(self, plain: ModelTemplate, tool_use: ModelTemplate) -> None:
-        """Takes the template of requests without tools, and that of requests with tools."""
+        """Takes the templates of requests without tools and with tools."""
         super().__init__(f"{plain.source}\n{tool_use.source}")
         # The second is only rendered with tools: of windows without tools it is given one.
         self.plain, self.tool_use = plain, AdaptedTemplate(tool_use, _with_tools)

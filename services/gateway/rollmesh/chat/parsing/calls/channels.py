@@ -123,7 +123,7 @@ class WholeCallsParser(ChannelParser):
     def __init__(
         self, schemas: Schemas, ends: tuple[str, ...], opens: tuple[str, ...] = (MESSAGE,)
     ) -> None:
-        """Begins an empty answer. `schemas` are those of the tools."""
+        """Begins an empty answer. Takes the schemas of the tools."""
         super().__init__(ends, opens)
         self._schemas = schemas
         self._body: list[str] = []  # the text so far of a message with calls

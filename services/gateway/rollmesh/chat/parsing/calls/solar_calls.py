@@ -37,7 +37,7 @@ class SolarParser(WholeCallsParser):
     """Turns one answer's text into events."""
 
     def __init__(self, schemas: Schemas) -> None:
-        """Begins an empty answer. `schemas` are those of the tools."""
+        """Begins an empty answer. Takes the schemas of the tools."""
         super().__init__(schemas, (*_ENDS, _BEGIN, *_KINDS), tuple(_KINDS))
 
     def _is_header(self, text: str) -> bool:
