@@ -17,7 +17,7 @@ CEILINGS = {
     "clients/rollmesh/client": (7_291, 24),
     "clients/rollmesh/record": (3_395, 14),
     "clients/rollmesh/batches": (1_091, 6),
-    "clients/rollmesh/integrations": (4_620, 21),
+    "clients/rollmesh/integrations": (4_605, 21),
     "clients/rollmesh/launch": (605, 4),
     "clients/rollmesh/cli": (2_490, 13),
     "clients/rollmesh/view": (1_972, 9),

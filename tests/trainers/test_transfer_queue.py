@@ -79,7 +79,9 @@ async def test_a_configuration_that_cannot_work_is_refused_by_name(ran: Any) -> 
     assert refusals["sampling_policy"] == (
         "sampling_policy: 'agent' is invalid; give one of enforce, refuse"
     )
-    assert refusals["status"] == "status: 'some_failed' is invalid; give any_failed or all_failed"
+    assert refusals["status"] == (
+        "status: 'some_failed' is invalid; give one of any_failed, all_failed"
+    )
     assert refusals["writer"] == refusals["status"]
     assert refusals["concurrency"] == "concurrency: is 0; give at least 1"
     assert refusals["retries"] == "retries.tries: is 0; give at least 1"

@@ -261,10 +261,12 @@ class RelayClient(ABC):
                 asyncio.TaskGroup() as tasks,
             ):
                 tasks.create_task(self._close_ended(http))
-                tasks.create_task(self._cancel_openings())
                 await self._stay_connected(http, tasks)
         except* HarborError as errors:
             refusal = next(one for one in errors.exceptions if isinstance(one, HarborError))
+        finally:
+            for opening in self._openings:
+                opening.cancel()
         if refusal is not None:
             raise refusal
 
@@ -431,14 +433,6 @@ class RelayClient(ABC):
         self._openings.discard(opening)
         if not opening.cancelled():
             opening.exception()  # each waiting request has it
-
-    async def _cancel_openings(self) -> None:
-        """Cancels the openings when the connector ends."""
-        try:
-            await asyncio.Event().wait()
-        finally:
-            for opening in self._openings:
-                opening.cancel()
 
     @abstractmethod
     async def _session(self, http: aiohttp.ClientSession, rollout: Rollout) -> Session:

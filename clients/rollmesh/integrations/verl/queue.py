@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from tensordict import NonTensorStack, TensorDict
 
 from rollmesh.batches import ImageProcessor, Row, Rows
+from rollmesh.client import chosen
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import chat_pb2
 
 PromptStatus: TypeAlias = Literal["any_failed", "all_failed"]
 """When a prompt is a "failure": if any of its sessions failed (as in verl), or all of them."""
+STATUSES: dict[str, PromptStatus] = {name: name for name in get_args(PromptStatus)}
 
 _TOKEN_COLUMNS = frozenset(
     {
@@ -107,17 +109,6 @@ def prompt_uid(prompt: Mapping[str, Any]) -> str:
             "uid", f'{uid!r} contains "_", which separates the parts of a key; leave it out'
         )
     return uid
-
-
-def checked_status(status: PromptStatus) -> PromptStatus:
-    """Returns a valid `PromptStatus`.
-
-    Raises:
-        InvalidFieldError: It is not a `PromptStatus`.
-    """
-    if status not in get_args(PromptStatus):
-        raise InvalidFieldError("status", f"{status!r} is invalid; give any_failed or all_failed")
-    return status
 
 
 def token_columns(row: Row) -> dict[str, torch.Tensor]:
@@ -211,7 +202,7 @@ class TransferQueueWriter:
             InvalidFieldError: The status is not a `PromptStatus`.
         """
         self._partition = partition
-        self._status = checked_status(status)
+        self._status = chosen("status", status, STATUSES)
 
     async def begin(self, uid: str) -> None:
         """Marks a prompt as running."""

@@ -17,7 +17,7 @@ from rollmesh.client import (
     chosen,
     run_of_state,
 )
-from rollmesh.integrations.verl.queue import PromptStatus, checked_status
+from rollmesh.integrations.verl.queue import STATUSES, PromptStatus
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1.sampling_pb2 import PolicyRun
 
@@ -63,7 +63,7 @@ class Settings:
         Raises:
             InvalidFieldError: A setting is invalid.
         """
-        checked_status(self.status)
+        chosen("status", self.status, STATUSES)
         chosen("sampling_policy", self.sampling_policy, dict.fromkeys(("enforce", "refuse")))
         RolloutSettings(**self.rollout)
 
