@@ -193,7 +193,7 @@ def test_a_session_whose_image_is_missing_is_read_without_it(tmp_path: Path) -> 
     pictured = with_images(record("pictured"), b"cat", b"dog")
     write(tmp_path, pictured, record("other"))
     (tmp_path / "images" / f"{pictured.images[0].sha256}.png").unlink()
-    with pytest.raises(SessionDamagedError, match="session pictured has an image"):
+    with pytest.raises(SessionDamagedError, match="session pictured: images: one cannot be read"):
         list(read_records(tmp_path))
     damaged: list[str] = []
     assert [one.session_id for one in read_records(tmp_path, damaged=damaged)] == ["other"]
@@ -337,7 +337,8 @@ def test_a_session_that_parquet_cannot_hold_is_set_aside(
         found = tables_of(session)
         return found._replace(session=found.session | {"turns": 2**40 if found.nodes else 0})
 
-    poison, fine = record("poison"), session_pb2.SessionRecord(session_id="fine")
+    poison, lost = record("poison"), session_pb2.SESSION_OUTCOME_LOST
+    fine = session_pb2.SessionRecord(session_id="fine", outcome=lost)
     monkeypatch.setattr("rollmesh.record.files.tables_of", tables)
     write(tmp_path, fine, poison)
     assert [one.session_id for one in read_records(tmp_path)] == ["fine"]

@@ -7,14 +7,13 @@ except in the document that trains it. ATIF has no mask, versions, rewards or br
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
 from rollmesh.client import SessionResult, Trajectory, reason_names
 from rollmesh.record import images
-from rollmesh.record.tables import leaves_of, spans_in
+from rollmesh.record.tables import leaves_of, moment, spans_in
 from rollmesh.runtime.codec import Conversation, arguments_of, name_of
 from rollmesh.v1 import chat_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
@@ -217,8 +216,7 @@ class _Turns:
         if (spans := spans_in(self.trajectory.path, one)) and spans[-1].adapter:
             step["model_name"] = spans[-1].adapter
         if one.ended_unix_ms:
-            ended = datetime.fromtimestamp(one.ended_unix_ms / 1000, UTC)
-            step["timestamp"] = ended.isoformat(timespec="milliseconds")
+            step["timestamp"] = moment(one.ended_unix_ms).isoformat(timespec="milliseconds")
         ours = {**facts_of(self.trajectory, one), **step.get("extra", {}).get("rollmesh", {})}
         step["extra"] = {"rollmesh": ours}
         if one.end > one.start:

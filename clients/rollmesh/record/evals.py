@@ -8,13 +8,13 @@ import json
 import shutil
 from base64 import b64encode
 from collections.abc import AsyncIterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, TypeAlias
 
 from rollmesh.record.atif import calls_of, leaves_as_result, ordered
 from rollmesh.record.rows import Exported
+from rollmesh.record.tables import moment
 from rollmesh.v1 import sampling_pb2, session_pb2
 
 _Json: TypeAlias = dict[str, Any]
@@ -164,4 +164,4 @@ def _results(samples: int, rewards: list[float]) -> _Json:
 
 
 def _time(unix_ms: int) -> str:
-    return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat()
+    return moment(unix_ms).isoformat()

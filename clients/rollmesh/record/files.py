@@ -12,7 +12,7 @@ import sqlite3
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from datetime import UTC, date, datetime
+from datetime import date
 from itertools import chain, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -22,10 +22,24 @@ import pyarrow as arrow
 from pyarrow import compute, parquet
 
 from rollmesh.record import aside, images, late
-from rollmesh.record.schema import VERSION, VERSION_KEY, schema_of
-from rollmesh.record.tables import Stored, Tables, record_of, tables_of, with_versions
+from rollmesh.record.schema import OF_SPANS, VERSION, VERSION_KEY, conform, schema_of
+from rollmesh.record.tables import (
+    Stored,
+    Tables,
+    has_parts,
+    moment,
+    record_of,
+    tables_of,
+    with_versions,
+)
 from rollmesh.runtime import clock, owner_only
-from rollmesh.runtime.codec import apply_rewards
+from rollmesh.runtime.codec import (
+    apply_rewards,
+    check_conversations,
+    check_session,
+    context_in,
+    messages_in,
+)
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionDamagedError
 from rollmesh.v1 import collector_pb2, session_pb2
@@ -37,14 +51,11 @@ PARTS = ("nodes", "trajectories")
 COMMITS = ("sessions", *late.LATE_TABLES)
 _NAMES = "date=*/[0-9]*-????????.parquet"
 _ARRAYS = ("token_ids", "logprobs", "loss_mask", "values", "top_ids", "top_logprobs")
-_OF_SPANS = {"policy_versions", "policy_runs"}
-"""Columns for other readers. A session is read by its spans."""
 _UNWRITABLE = (
     *(RollmeshError, arrow.ArrowException),
     *(ValueError, TypeError, LookupError, ArithmeticError),
 )
 """Errors of a session's conversion."""
-_LAST_MS = 253_402_300_799_000  # the end of the year 9999
 _PIECE_ROWS, _PIECE_TOKENS = 4096, 2**20
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (session_id TEXT PRIMARY KEY) WITHOUT ROWID;
@@ -372,21 +383,20 @@ def _delivered_rewards(path: Path) -> Iterator[_Row]:
         ("nodes", "turn_rewards", "node_id"),
     ):
         file = path.parents[2] / table / path.parent.name / path.name
-        columns = ["session_id", id_, "reward"]
-        rows = parquet.ParquetFile(file).read(columns).to_pylist() if file.exists() else ()
+        columns = ("session_id", id_, "reward")
+        rows = _read(file, only=columns).to_pylist() if file.exists() else ()
         for row in rows:
             if row["reward"] is not None:
                 found = parts.setdefault(row["session_id"], {}).setdefault(of, [])
                 found.append({id_: row[id_], "reward": row["reward"]})
-    for row in parquet.ParquetFile(path).read(["session_id", "reward"]).to_pylist():
+    for row in _read(path, only=("session_id", "reward")).to_pylist():
         yield (
             row | {"trajectory_rewards": [], "turn_rewards": []} | parts.get(row["session_id"], {})
         )
 
 
 def _day(unix_ms: int) -> str:
-    unix_ms = min(max(unix_ms, 0), _LAST_MS)  # as a client may have sent it
-    return datetime.fromtimestamp(unix_ms / 1000, UTC).date().isoformat()
+    return moment(unix_ms).date().isoformat()
 
 
 # Reading.
@@ -439,12 +449,17 @@ def _read_records(
             raise error
         damaged.append(error.message)
 
+    seen = set[str]()
     rewards = read_rewards(_files(root, "rewards", days))
     for path in _files(root, "sessions", days):
         try:
             for tables in read_tables(path):
                 try:
-                    record = _record(root, tables, rewards, images.read)
+                    if (id_ := tables.session["session_id"]) in seen:
+                        raise damaged_in(path, id_, "session_id: is there twice")
+                    record = _record(path, tables, rewards, images.read)
+                    _check(path, record)
+                    seen.add(id_)
                 except SessionDamagedError as error:
                     leave_out(error)
                 else:
@@ -468,8 +483,18 @@ def read_session(path: Path, session_id: str) -> session_pb2.SessionRecord | Non
     """
     root, day = path.parents[2], path.parent.name.removeprefix("date=")
     rewards = read_rewards(_files(root, "rewards", [day, day]), session_id)
-    found = next(read_tables(path, session_id), None)
-    return None if found is None else _record(root, found, rewards, images.read_if_any)
+    tables = next(read_tables(path, session_id), None)
+    if tables is None:
+        return None
+    found = _record(path, tables, rewards, images.read_if_any)
+    try:
+        for node in found.messages:
+            messages_in(node)
+        for index in range(len(found.contexts)):
+            context_in(found, index)
+    except InvalidFieldError as error:
+        raise damaged_in(path, session_id, error.message) from error
+    return found
 
 
 def read_annotations(
@@ -508,7 +533,7 @@ def read_tables(path: Path, session_id: str = "") -> Iterator[Tables]:
     """
     sessions = _read(path, session_id).to_pylist()
     files = [path.parents[2] / table / path.parent.name / path.name for table in PARTS]
-    if any(map(_has_parts, sessions)):
+    if any(map(has_parts, sessions)):
         for file in files:
             if not file.exists():
                 raise SessionDamagedError(
@@ -531,30 +556,40 @@ def read_rewards(paths: Iterable[Path], session_id: str = "") -> dict[str, _Row]
 
 
 def _record(
-    root: Path,
+    path: Path,
     tables: Tables,
     rewards: Mapping[str, _Row],
     image: Callable[[Path, str, str], bytes],
 ) -> session_pb2.SessionRecord:
+    id_ = tables.session["session_id"]
     try:
         found = {
-            one["sha256"]: image(root / _IMAGES, one["sha256"], one["media_type"])
+            one["sha256"]: image(path.parents[2] / _IMAGES, one["sha256"], one["media_type"])
             for one in tables.session["images"]
         }
+        record = record_of(tables, found)
+        if (own := rewards.get(id_)) is not None:
+            apply_rewards(record, late.rewards_in(own))
     except OSError as error:
-        raise SessionDamagedError(
-            f"record: session {tables.session['session_id']} has an image that cannot be read: "
-            f"{error}; bring its file back"
-        ) from error
-    record = record_of(tables, found)
-    if (own := rewards.get(record.session_id)) is not None:
-        apply_rewards(record, late.rewards_in(own))
+        problem = f"images: one cannot be read: {error}; bring its file back"
+        raise damaged_in(path, id_, problem) from error
+    except InvalidFieldError as error:
+        raise damaged_in(path, id_, error.message) from error
     return record
 
 
-def _has_parts(row: _Row) -> bool:
-    """Says whether a session must have rows in the files of `PARTS`."""
-    return bool(row["turns"] and row["outcome"] == "COMPLETED" and row["capture"] == "TOKENS")
+def _check(path: Path, record: session_pb2.SessionRecord) -> None:
+    """Checks a session as a collector does, and its messages."""
+    try:
+        check_session(record, "session")
+        check_conversations(record)
+    except InvalidFieldError as error:
+        raise damaged_in(path, record.session_id, error.message) from error
+
+
+def damaged_in(path: Path, session_id: str, problem: str) -> SessionDamagedError:
+    """Returns the error of a session that a file does not have as it must be."""
+    return SessionDamagedError(f"record: {path}: session {session_id[:100]}: {problem}")
 
 
 def _files(root: Path, table: str, days: Sequence[str]) -> list[Path]:
@@ -563,43 +598,49 @@ def _files(root: Path, table: str, days: Sequence[str]) -> list[Path]:
     return [one for one in found if first <= one.parent.name.removeprefix("date=") <= last]
 
 
-def _read(path: Path, session_id: str = "") -> Any:
-    """Reads a file, or the rows of one session of it.
+def _read(path: Path, session_id: str = "", only: Collection[str] = ()) -> Any:
+    """Reads a file, or the rows of one session of it, or some columns.
 
     Raises:
         InvalidFieldError: Its version is newer.
         SessionDamagedError: It is damaged.
     """
     try:
-        return _read_file(path, session_id)
+        file = parquet.ParquetFile(path)
+        _check_version(path, file.schema_arrow.metadata or {})
+        return _rows_in(file, path.parents[1].name, session_id, only)
     except (OSError, arrow.ArrowException) as error:
         raise SessionDamagedError(
             f"record: {path} cannot be read: {error}; bring it back"
         ) from error
 
 
-def _read_file(path: Path, session_id: str) -> Any:
-    file = parquet.ParquetFile(path)
-    version = int((file.schema_arrow.metadata or {}).get(VERSION_KEY, b"0"))
-    if not 1 <= version <= VERSION:
-        raise InvalidFieldError(
-            "record", f"{path} has version {version}, and this release reads {VERSION}; update it"
-        )
-    columns = [name for name in file.schema_arrow.names if name not in _OF_SPANS]
-    if not session_id:
-        return file.read(columns)
+def _check_version(path: Path, metadata: Mapping[bytes, bytes]) -> None:
+    version = metadata.get(VERSION_KEY)
+    if version is None:
+        problem = f"{path} has no metadata {VERSION_KEY.decode()}; write the version, {VERSION}"
+        raise InvalidFieldError("record", problem)
+    if not version.isdigit() or not 1 <= int(version) <= VERSION:
+        said = f"{version.decode(errors='replace')}, and this release reads {VERSION}"
+        raise InvalidFieldError("record", f"{path} has version {said}; update it")
+
+
+def _rows_in(file: Any, table: str, session_id: str, only: Collection[str]) -> Any:
+    has = file.schema_arrow.names
+    columns = [name for name in has if name in (only or {name}) and name not in OF_SPANS]
+    if not session_id or "session_id" not in has:
+        return conform(table, file.read(columns), only)
     groups = [
         at
         for at in range(file.num_row_groups)
         if session_id in set(file.read_row_group(at, ["session_id"]).column(0).to_pylist())
     ]
-    found = file.read_row_groups(groups, columns)
+    found = conform(table, file.read_row_groups(groups, columns))
     return found.filter(compute.equal(found.column("session_id"), session_id))
 
 
 def _ids_in(path: Path) -> list[str]:
-    found = parquet.ParquetFile(path).read(["session_id"])
-    return list(found.column("session_id").to_pylist())
+    return list(_read(path, only=("session_id",)).column("session_id").to_pylist())
 
 
 def _by_session(path: Path, session_id: str = "") -> dict[str, list[_Row]]:

@@ -1,6 +1,7 @@
 """Images of sessions as files beside their rows, each once, named by the hash of its bytes."""
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from rollmesh.v1 import session_pb2
 _SUFFIXES = {
     "image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "image/gif": ".gif",
 }  # fmt: skip
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def write(images: Iterable[session_pb2.SessionImage], folder: Path) -> None:
@@ -41,6 +43,8 @@ def read(folder: Path, sha256: str, media_type: str) -> bytes:
     Raises:
         OSError: It cannot be read.
     """
+    if not _SHA256.fullmatch(sha256):
+        raise FileNotFoundError(f"{sha256[:100]!r} is no SHA-256")
     return (folder / name_of(sha256, media_type)).read_bytes()
 
 

@@ -1,5 +1,6 @@
 """The schema of the record: the columns of each table, with types and meanings."""
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import pyarrow as arrow
@@ -191,6 +192,82 @@ TABLES: dict[str, tuple[Column, ...]] = {
     ),
 }
 """The columns of each table."""
+
+
+OF_SPANS = {"policy_versions", "policy_runs"}
+"""Columns for other readers. A session is read by its spans."""
+_NULLS = {
+    *("reward", "reward_timeout_ms", "origin", "parent_node_id", "role", "messages"),
+    *("lineage", "lineage_source", "lineage_rule", "context_index", "finish_reason"),
+    *("prompt_crc32", "sampling"),
+}
+"""Columns in which null has a meaning."""
+
+
+def conform(table: str, found: Any, only: Collection[str] = ()) -> Any:
+    """Returns rows that another program or release wrote with the columns of this one.
+
+    What is missing or null has the default of its type, if null has no meaning there. Other values
+    become the type of the column. Other columns are dropped.
+
+    Args:
+        table: Name of the table.
+        found: Its rows, an Arrow table.
+        only: Names of the columns that are wanted. Empty: all that sessions are read by.
+
+    Raises:
+        arrow.ArrowInvalid: A value does not fit its column, or `session_id` is missing.
+    """
+    made = {}
+    for name, type_, _ in TABLES[table]:
+        if name not in (only or {name}) or name in OF_SPANS:
+            continue
+        if name == "session_id" and (name not in found.column_names or found[name].null_count):
+            raise arrow.ArrowInvalid(f"{name}: is missing or null; give each row its session's")
+        try:
+            if name not in found.column_names:
+                column = arrow.chunked_array([arrow.nulls(len(found), type_)])
+            elif (column := found[name]).type != type_:
+                column = _cast(column, type_)
+            if any(_has_null(chunk, of_rows=name not in _NULLS) for chunk in column.chunks):
+                values = [
+                    None if row is None and name in _NULLS else _filled(row, type_)
+                    for row in column.to_pylist()
+                ]
+                column = arrow.chunked_array([arrow.array(values, type_)])
+        except (arrow.ArrowException, OverflowError, TypeError, ValueError) as error:
+            raise arrow.ArrowInvalid(f"{name}: {error}; its type is {type_}") from error
+        made[name] = column
+    return arrow.table(made)
+
+
+def _cast(column: Any, type_: Any) -> Any:
+    try:
+        return column.cast(type_)
+    except arrow.ArrowException:  # as of records with other fields
+        return arrow.chunked_array([arrow.array(column.to_pylist(), type_)])
+
+
+def _has_null(values: Any, *, of_rows: bool = True) -> bool:
+    """Says whether values or parts of them are null."""
+    if of_rows and values.null_count:
+        return True
+    if arrow.types.is_struct(values.type):
+        return any(map(_has_null, values.drop_null().flatten()))
+    return arrow.types.is_list(values.type) and _has_null(values.flatten())
+
+
+def _filled(value: Any, type_: Any) -> Any:
+    """Returns a value with defaults for the nulls in it. A number that is no integer is NaN."""
+    if arrow.types.is_struct(type_):
+        return {one.name: _filled((value or {}).get(one.name), one.type) for one in type_}
+    if arrow.types.is_list(type_):
+        return [_filled(one, type_.value_type) for one in value or ()]
+    if value is not None:
+        return value
+    if arrow.types.is_floating(type_):
+        return float("nan")
+    return {_TEXT: "", _FLAG: False, arrow.binary(): b""}.get(type_, 0)
 
 
 def schema_of(table: str) -> Any:

@@ -7,6 +7,7 @@ share it. A trajectory is a row that names the nodes of its path.
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -46,6 +47,14 @@ _LOGPROBS = sampling_pb2.LogprobsMode.DESCRIPTOR
 _LABELS = ("lineage", "lineage_source", "lineage_rule")
 _SPAN = ("engine_id", "numerics_id", "adapter")
 _COLUMN = ("start", "rows", "value_bytes", "data", "engine_id", "numerics_id")
+
+
+_LAST_MS = 253_402_300_799_000  # the end of the year 9999
+
+
+def moment(unix_ms: int) -> datetime:
+    """Returns a time in UTC, or the nearest that a calendar has: clients may send any number."""
+    return datetime.fromtimestamp(min(max(unix_ms, 0), _LAST_MS) / 1000, UTC)
 
 
 class Stored(NamedTuple):
@@ -450,17 +459,21 @@ def record_of(tables: Tables, images: Mapping[str, bytes]) -> session_pb2.Sessio
         images: The bytes of its images by their hash.
 
     Raises:
-        InvalidFieldError: A trajectory names a node that is missing.
+        InvalidFieldError: They make no session. Names the column and the problem.
     """
     row = tables.session
+    _check_rows(tables)
+    has_tokens = any(len(node["token_ids"]) for node in tables.nodes)
+    is_text = tables.nodes and not has_tokens
     record = session_pb2.SessionRecord(
         **{name: row[name] for name in (*_PLAIN, *_TIMES, *_MODEL, "messages_left_out")},
         reward=row["reward"],
         reward_timeout_ms=row["reward_timeout_ms"],
-        metadata=json.loads(row["metadata"]),
+        metadata=_metadata(row["metadata"] or "{}"),
         outcome=number_in(_OUTCOME, row["outcome"]),
         purpose=number_in(_PURPOSE, row["purpose"]),
-        capture=number_in(_CAPTURE, row["capture"]),
+        capture=number_in(_CAPTURE, row["capture"])
+        or (session_pb2.CAPTURE_TEXT if is_text else session_pb2.CAPTURE_UNSPECIFIED),
         budgets_spent=_numbers(_BUDGET, row["budgets_spent"]),
         numerics=[
             sampling_pb2.Numerics(**{**one, "logprobs": number_in(_LOGPROBS, one["logprobs"])})
@@ -500,13 +513,86 @@ def record_of(tables: Tables, images: Mapping[str, bytes]) -> session_pb2.Sessio
         _fill_tree(record.tree, row, tables.nodes)
         return record
     for one in tables.trajectories:
-        try:
-            _fill(record.trajectories.add(), one, by_id)
-        except KeyError as error:
-            raise InvalidFieldError(
-                "path", f"of {one['trajectory_id']} has node {error}, which is missing"
-            ) from error
+        _fill(record.trajectories.add(), one, by_id)
     return record
+
+
+def _metadata(text: str) -> dict[str, str]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidFieldError("metadata", f"is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidFieldError("metadata", "is no JSON object")
+    return {name: one if isinstance(one, str) else json.dumps(one) for name, one in found.items()}
+
+
+def has_parts(row: _Row) -> bool:
+    """Says whether a session must have trajectories and nodes."""
+    return bool(row["turns"] and row["outcome"] == "COMPLETED" and row["capture"] == "TOKENS")
+
+
+def _check_rows(tables: Tables) -> None:
+    """Checks what `record_of` relies on, because other programs write records, too."""
+    if (layout := tables.session["layout"]) not in {TREE, TRAJECTORIES, ""}:
+        raise InvalidFieldError("layout", f"is {layout!r}; give {TREE} or {TRAJECTORIES}")
+    if has_parts(tables.session) and layout != TREE and not tables.trajectories:
+        raise InvalidFieldError("trajectories", "has no row of it, and it has turns")
+    nodes: dict[int, _Row] = {}
+    for node in tables.nodes:
+        id_, parent = node["node_id"], node["parent_node_id"]
+        if id_ in nodes:
+            raise InvalidFieldError("node_id", f"{id_} is there twice")
+        if parent is not None and parent not in nodes:
+            raise InvalidFieldError(
+                "parent_node_id", f"of node {id_} is {parent}, which no earlier row has"
+            )
+        _check_node(node)
+        nodes[id_] = node
+    trained: set[int] = set()
+    for one in tables.trajectories:
+        _check_path(one, nodes, trained)
+
+
+def _check_node(node: _Row) -> None:
+    count = len(node["token_ids"])
+    for name in ("logprobs", "loss_mask"):
+        if len(node[name]) != count:
+            problem = f"of node {node['node_id']} has {len(node[name])} values for {count} tokens"
+            raise InvalidFieldError(name, problem)
+    if node["scaffold_tokens"] > count:
+        raise InvalidFieldError("scaffold_tokens", f"of node {node['node_id']} exceed its {count}")
+    for span in node["spans"]:
+        number = number_of(span["policy_run"], span["policy_version"])
+        if not (0 <= span["start"] < span["end"] <= count and 0 <= number < 2**63):
+            raise InvalidFieldError("spans", f"of node {node['node_id']} do not fit: {span}")
+    for image in node["images"]:
+        if image["start"] + image["tokens"] > count:
+            raise InvalidFieldError("images", f"of node {node['node_id']} do not fit: {image}")
+
+
+def _check_path(one: _Row, nodes: Mapping[int, _Row], trained: set[int]) -> None:
+    """Checks that a path goes from parents to children. Nodes without tokens may be left out."""
+    id_, before = one["trajectory_id"], None
+    for visit in one["path"]:
+        node = nodes.get(visit["node_id"])
+        if node is None:
+            raise InvalidFieldError(
+                "path", f"of {id_} has node {visit['node_id']}, which is missing"
+            )
+        if not (node["sampled"] or len(node["token_ids"])):
+            raise InvalidFieldError("token_ids", f"of node {node['node_id']} are none")
+        parent = node["parent_node_id"]
+        while parent not in {before, None} and not len(nodes[parent]["token_ids"]):
+            parent = nodes[parent]["parent_node_id"]
+        if parent != before:
+            raise InvalidFieldError(
+                "path", f"of {id_} has node {node['node_id']} after {before}, no parent of it"
+            )
+        if visit["trained"] and node["node_id"] in trained:
+            raise InvalidFieldError("path", f"node {node['node_id']} is trained in two of them")
+        trained |= {node["node_id"]} if visit["trained"] else set()
+        before = node["node_id"]
 
 
 def _fill(one: trajectory_pb2.Trajectory, row: _Row, nodes: Mapping[int, _Row]) -> None:
@@ -580,7 +666,10 @@ def _fill_sample(
         one.reward = node["reward"]
     if node["sampling"] is not None:
         one.sampling.SetInParent()
-        json_format.Parse(node["sampling"], one.sampling)
+        try:
+            json_format.Parse(node["sampling"], one.sampling)
+        except json_format.ParseError as error:
+            raise InvalidFieldError("sampling", f"of node {node['node_id']}: {error}") from error
 
 
 def _fill_tokens(one: _Sequence, node: _Row, start: int) -> None:
@@ -623,14 +712,17 @@ def _fill_columns(one: _Sequence, columns: Iterable[_Row]) -> None:
         )
 
 
-def number_in(enum: EnumDescriptor, name: str) -> Any:
-    """Returns the number of a name that `name_of` gave.
+def number_in(enum: EnumDescriptor, name: str | None) -> Any:
+    """Returns the number of a name that `name_of` gave. No name is the unspecified value.
 
     Raises:
         InvalidFieldError: This release does not know the name.
     """
-    if name.startswith("UNKNOWN_"):
-        return int(name.removeprefix("UNKNOWN_"))
+    if not name:
+        return 0
+    number = name.removeprefix("UNKNOWN_")
+    if number != name and number.isdecimal() and int(number) < 2**31:
+        return int(number)
     prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
     value = enum.values_by_name.get(prefix + name)
     if value is None:

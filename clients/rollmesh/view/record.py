@@ -47,7 +47,7 @@ class Record:
         self._read = set[Path]()
         self._damaged: dict[Path, tuple[str, _Stamp]] = {}
         self._left = self._left_out = 0
-        self._error = ""
+        self._error = self._why = ""
 
     async def follow(self) -> None:
         """Reads the files into the index as they come, until it is cancelled."""
@@ -98,7 +98,8 @@ class Record:
                 f"{path.relative_to(self._folder)}: {error[:300]}"
             )
         if self._left_out:
-            found.append(f"{self._left_out} sessions of the record are damaged and left out.")
+            said = f"{self._left_out} sessions of the record are damaged and left out."
+            found.append(f"{said} {self._why[:300]}".strip())
         return found
 
     def _steps(self) -> Iterator[None]:
@@ -149,7 +150,9 @@ class Record:
                     records.append(record_of(without_images, {}))
                 except (RollmeshError, ValueError) as error:
                     self._left_out += 1
-                    said = fields(session_id=one.session["session_id"], error=str(error))
+                    id_ = one.session["session_id"][:100]
+                    self._why = self._why or f"{name}: session {id_}: {error}"
+                    said = fields(session_id=id_, error=str(error))
                     _log.warning("a session is left out", extra=said)
             self._left_out += self._index.add(records, name)
             yield

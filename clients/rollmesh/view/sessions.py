@@ -1,6 +1,5 @@
 """A session as the viewer shows it: its tree, the paths through it, and the tokens of each node."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -9,7 +8,14 @@ import numpy as np
 
 from rollmesh.client import message_of
 from rollmesh.runtime import label_of, mask_words, run_of, version_of
-from rollmesh.runtime.codec import name_of, plain, unpack_logprobs, unpack_tokens
+from rollmesh.runtime.codec import (
+    context_in,
+    messages_in,
+    name_of,
+    plain,
+    unpack_logprobs,
+    unpack_tokens,
+)
 from rollmesh.v1 import (
     chat_pb2,
     collector_pb2,
@@ -37,13 +43,20 @@ def closed_session(
     else:
         nodes, paths = _of_trajectories(record.trajectories, annotations)
     if record.capture in (session_pb2.CAPTURE_TEXT, session_pb2.CAPTURE_LOGPROBS):
-        nodes = [_of_text(one) for one in record.messages]
+        known: dict[int, dict[str, Any]] = {  # parents first
+            one.node_id: _of_text(one) for one in record.messages
+        }
+        known |= {one["node_id"]: one for one in nodes if one["node_id"] not in known}
+        nodes = [
+            one | {"parent": one["parent"] if one["parent"] in known else None}
+            for one in known.values()
+        ]
         paths = _paths_of_tree(nodes)
     messages = {one.node_id: one for one in record.messages}
     for node in nodes:
         _complete(node, decode)
         if said := messages.get(node["node_id"]):
-            node["messages"] = json.loads(said.data)
+            node["messages"] = messages_in(said)
             node["context"] = said.context_index if said.HasField("context_index") else None
     return {
         "session_id": record.session_id,
@@ -66,7 +79,7 @@ def closed_session(
         "closed": record.closed_unix_ms,
         "capture": name_of(session_pb2.Capture.DESCRIPTOR, record.capture),
         "numerics": [plain(one) for one in record.numerics],
-        "contexts": [json.loads(one.data) for one in record.contexts],
+        "contexts": [context_in(record, at) for at in range(len(record.contexts))],
         "messages_left_out": record.messages_left_out,
         "origin": plain(record.origin) if record.HasField("origin") else None,
         "images": [
@@ -231,7 +244,7 @@ def _of_trajectories(
 
 def _of_text(node: session_pb2.NodeMessages) -> dict[str, Any]:
     """Returns a node of a session without token ids."""
-    role = str(json.loads(node.data)[0]["role"]).upper()
+    role = next((str(one.get("role", "")).upper() for one in messages_in(node)), "")
     return {
         "node_id": node.node_id,
         "parent": node.parent_node_id or None,

@@ -31,7 +31,10 @@ from rollmesh.runtime.codec.columns import (
 from rollmesh.runtime.codec.conversations import (
     Conversation as Conversation,
     arguments_of as arguments_of,
+    check_conversations as check_conversations,
+    context_in as context_in,
     conversation_of as conversation_of,
+    messages_in as messages_in,
 )
 from rollmesh.runtime.codec.cuda_handles import (
     BYTES as BYTES,
