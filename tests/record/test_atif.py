@@ -246,6 +246,56 @@ async def test_a_shared_step_and_its_sub_agent_are_of_the_document_that_trains_i
     assert result == {"subagent_trajectory_ref": [{"trajectory_id": sub["trajectory_id"]}]}
 
 
+def labelled(*lineages: "trajectory_pb2.Lineage.ValueType") -> session_pb2.SessionRecord:
+    """A session with a trajectory of two nodes of its own for each lineage."""
+    one = record("labelled")
+    del one.trajectories[:]
+    for at, lineage in enumerate(lineages, 1):
+        row = one.trajectories.add()
+        row.CopyFrom(trajectory("labelled"))
+        row.trajectory_id, row.leaf_node_id, row.lineage = f"labelled-{at}", 2 * at, lineage
+        for node_id, segment in zip((2 * at - 1, 2 * at), row.segments, strict=True):
+            segment.node_id = node_id
+    return one
+
+
+async def test_a_sub_agent_before_all_others_is_embedded_in_the_first_document() -> None:
+    """Also where no document is MAIN, and two sub-agents keep their order."""
+    sub, side = trajectory_pb2.LINEAGE_SUB_AGENT, trajectory_pb2.LINEAGE_SIBLING
+    (only,) = documents_of(leaves_as_result(labelled(sub, side, sub)), str)
+    assert only["extra"]["rollmesh"]["lineage"] == "SIBLING"
+    embedded = [one["trajectory_id"] for one in only["subagent_trajectories"]]
+    assert embedded == ["labelled-1", "labelled-3"]
+    (alone,) = documents_of(leaves_as_result(labelled(sub)), str)
+    assert alone["trajectory_id"] == "labelled-1"
+
+
+async def test_a_compaction_continues_the_first_main_document_and_no_sibling() -> None:
+    main, side = trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_SIBLING
+    compaction = trajectory_pb2.LINEAGE_COMPACTION
+    for lineages, next_of in (
+        ((side, main, main, compaction, compaction), {2: 4, 4: 5}),
+        ((side, compaction, compaction), {2: 3}),
+    ):
+        documents = documents_of(leaves_as_result(labelled(*lineages)), str)
+        names = [one["trajectory_id"] for one in documents]
+        assert names[0] == ("labelled-2" if main in lineages else "labelled-1")
+        assert {
+            one["trajectory_id"]: one["continued_trajectory_ref"]
+            for one in documents
+            if "continued_trajectory_ref" in one
+        } == {f"labelled-{at}": f"labelled-{to}.json" for at, to in next_of.items()}
+
+
+async def test_a_rejected_compaction_continues_nothing() -> None:
+    compaction = trajectory_pb2.LINEAGE_COMPACTION
+    session = labelled(trajectory_pb2.LINEAGE_MAIN, compaction, compaction)
+    session.trajectories[1].reasons.append(trajectory_pb2.FIDELITY_REASON_COMPACTION_REJECTED)
+    main, rejected, next_ = documents_of(leaves_as_result(session), str)
+    assert main["continued_trajectory_ref"] == f"{next_['trajectory_id']}.json"
+    assert "continued_trajectory_ref" not in rejected
+
+
 async def test_the_steps_up_to_the_recorded_node_that_a_session_starts_from_are_copies() -> None:
     one = branches()
     one.origin.kind = session_pb2.ORIGIN_KIND_TOKENS
