@@ -184,7 +184,7 @@ async def test_hostile_text_is_shown_and_never_run(shared: Mesh) -> None:
                 ("#/sessions", HOSTILE),
                 (f"#/session/{session.session_id}", HOSTILE),
                 (f"#/compare/{session.session_id}/{session.session_id}", "They share"),
-                (f"#/{HOSTILE}?words={HOSTILE}", "Run"),
+                (f"#/{HOSTILE}?words={HOSTILE}", "There is no such page"),
             ):
                 await page.open(address, text)
             assert await page.run("document.querySelectorAll('main img, main script').length") == 0

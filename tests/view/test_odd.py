@@ -88,6 +88,11 @@ def sessions() -> Iterator[session_pb2.SessionRecord]:
     yield reasoned()
     for at in range(2):
         yield text_only(at)
+    unsaid = text_only(2)
+    unsaid.session_id = "unsaid"
+    unsaid.messages[0].data, unsaid.messages[0].data_bytes = b"", 0
+    unsaid.messages[1].data = b'[{"role": "assistant", "content": "an answer"}]'
+    yield unsaid
 
 
 LONG = "🎉" * 300_000 + "end"
@@ -158,7 +163,25 @@ async def test_ids_of_any_signs_are_opened_from_the_list(page: Page) -> None:
         await page.run(f"{link}.click()")
         await page.open(await page.run("location.hash"), f"Session {name}")
         assert page.events == []
-    await page.open("#/%", "Reward")
+    assert page.events == []
+
+
+async def test_an_address_of_no_page_says_so_and_links_home(page: Page) -> None:
+    home = "document.querySelector('main a').getAttribute('href')"
+    names = ("constructor", "__proto__", "toString?words=x", "runs", "%", "session/", "compare/one")
+    for name in names:
+        await page.open(f"#/{name}", "There is no such page")
+        assert await page.run(home) == "#/run"
+        assert await page.run("document.title") == "There is no such page - rollmesh"
+    await page.click("Go to the run")
+    await page.until(f"{TEXT}.includes('Reward')")
+    assert page.events == []
+
+
+async def test_nodes_whose_messages_are_empty_are_shown_and_said_to_lack_them(page: Page) -> None:
+    await page.open("#/session/unsaid", "No messages and no tokens of this node are recorded")
+    drawn = "document.querySelectorAll('section.node').length"
+    assert (await page.run(drawn), "answer" in await page.run(TEXT)) == (2, True)
     assert page.events == []
 
 

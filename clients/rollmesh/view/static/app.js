@@ -19,6 +19,7 @@ document.getElementById("theme").addEventListener("click", () =>
   theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
 
 const FILTERS = {
+  __proto__: null,  // an address may name anything
   run: [["run_id", "model", "purpose", "reason"]],
   groups: [["run_id", "model", "outcome", "purpose", "reason"], "group_order"],
   sessions: [["run_id", "model", "outcome", "purpose", "reason"], "session_order"],
@@ -349,8 +350,23 @@ function loginPage() {
 }
 
 const SHOWN = {
+  __proto__: null,
   run: [runPage, 5000], groups: [groupsPage, 5000], sessions: [sessionsPage, 0], evaluations: [evaluationsPage, 5000], open: [openPage, LIVE_MS], mesh: [meshPage, LIVE_MS],
 };
+
+function missingPage(path) {
+  return [
+    h("h1", {}, "There is no such page"),
+    h("p", {}, `The viewer has no page ${path.slice(0, 200)}. `, h("a", { href: link(["run"]) }, "Go to the run")),
+  ];
+}
+
+// Returns what reads a page, and after how many milliseconds it is read again. Never is 0.
+function pageOf(path, page, ids) {
+  if (page === "session" && ids[0]) return [() => sessionPage(ids[0], choices), 0];
+  if (page === "compare" && ids[1]) return [() => comparePage(ids, choices), 0];
+  return SHOWN[page] || [() => missingPage(path), 0];
+}
 
 // What stays the same of an element when its page is drawn anew.
 const keyOf = (one) => one.dataset.key || `${one.tagName} ${one.textContent}`;
@@ -417,7 +433,7 @@ async function show() {
   const [page, ...ids] = partsOf(path || "run");
   const query = Object.fromEntries(new URLSearchParams(text || ""));
   navigation(page);
-  const [read, again] = { session: [() => sessionPage(ids[0], choices), 0], compare: [() => comparePage(ids, choices), 0] }[page] || SHOWN[page] || SHOWN.run;
+  const [read, again] = pageOf(path, page, ids);
   let live = again;
   try {
     if (SHOWN[page] || !choices.sentences) choices = await ask("choices");

@@ -20,7 +20,7 @@ export async function sessionPage(id, choices) {
     kept.opened[id] ||= new Set();
     graph(tree, found, chosen, kept.opened[id], (index, node) => { kept.path[id] = index; draw(); focus(tree, node); });
     body.replaceChildren(...(path ? [pathHead(path, choices), ...pathView(path.nodes.map((one) => nodes.get(one)), found, choices)]
-      : [h("p", {}, "The agent got no answer.")]));
+      : [h("p", {}, found.turns ? "No messages and no tokens of this session are recorded." : "The agent got no answer.")]));
   };
   draw();
   const content = [
@@ -174,7 +174,8 @@ function nodeView(node, found, choices, before, after) {
       kept.tokens && h("button", { type: "button", onclick: () => copy(node.ids.join(" ")) }, "Copy ids")),
     (node.sampled || why.length > 0) && h("details", { class: "why" }, h("summary", {}, "Why"), whyView(node, choices)),
     !node.messages?.length && node.images.map((one) => imageView(one.sha256, found)));
-  if (kept.tokens || (!node.text && !node.messages?.length)) box.append(...tokensView(node, found));
+  if (!node.ids.length && !node.messages?.length) box.append(h("p", { class: "quiet" }, "No messages and no tokens of this node are recorded."));
+  else if (kept.tokens || (!node.text && !node.messages?.length)) box.append(...tokensView(node, found));
   else if (node.messages?.length) {
     const called = new Set(callsOf(before).map((one) => one.id)), shown = node.messages.filter((one) => !one.tool_call_id || !called.has(one.tool_call_id));
     box.append(...shown.map((one) => messageView(one, found, after)));
