@@ -126,8 +126,7 @@ class Bench:
         self._jobs += 1
         name = f"bench-{self._jobs}"
         addresses = json.dumps({"router": self._mesh.client.addresses.router})
-        assert self._harbor.process is not None
-        server = {"harbor": self._harbor.process.pid}
+        server = {"harbor": self._harbor.pid}
         async with metered(self._harbor.url.removeprefix("http://")) as (meter, at):
             command = ("-m", "benchmarks.relay", "connector", addresses, f"http://{at}", name, mode)
             log = self._folder / "connector.log"

@@ -1,12 +1,16 @@
 """The real Harbor server, with its inference relay, in the environment that `make` sets up."""
 
 import asyncio
+import atexit
 import json
 import os
 import signal
+import subprocess
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from tests.waiting import until
 KEY = "a-key-of-the-tests"
 PYTHON = ROOT / ".venv-harbor" / "bin" / "python"
 _HARBOR = PYTHON.with_name("harbor")
+_START_S = 240.0
 _ROLLOUTS_S = 420.0  # Harbor ends agents and verifiers before
 _TEST = """\
 #!/bin/bash
@@ -41,6 +46,27 @@ def server_side(sandboxes: Path) -> dict[str, str]:
         "TMPDIR": str(sandboxes),
         "PYTHONPATH": f"{Path(__file__).parent / 'server_side'}:{ROOT}",
     }
+
+
+@cache
+def _forking() -> str:
+    """Starts the process that servers are forked from. Returns its address."""
+    script, name = Path(__file__).parent / "server_side" / "forking.py", f"harbor-{uuid.uuid4()}"
+    process = subprocess.Popen(
+        [PYTHON, script, name],
+        env=os.environ | server_side(ROOT),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def end(ends: subprocess.Popen[bytes] = process) -> None:
+        ends.communicate()  # its standard input ends
+
+    atexit.register(end)
+    assert process.stdout.readline() == b"READY\n"
+    return f"\0{name}"
 
 
 def make_task(folder: Path, instruction: str) -> dict[str, str]:
@@ -66,7 +92,9 @@ class Harbor:
     command: list[str]
     programs: str = ""
     """Folders of programs for sandboxes, in front of those of PATH."""
-    process: asyncio.subprocess.Process | None = None
+    pid: int = 0
+    life: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+    """It ends with the server's process."""
 
     async def start(self) -> None:
         """Starts the server, and waits until it answers."""
@@ -75,15 +103,18 @@ class Harbor:
             "HARBOR_API_KEY": KEY,
             "PATH": f"{self.programs}:{os.environ['PATH']}".removeprefix(":"),
         }
-        with (self.folder / "harbor.log").open("ab") as log:
-            self.process = await asyncio.create_subprocess_exec(
-                *self.command, env=environ, stdout=log, stderr=log, start_new_session=True
-            )
+        asked = {"command": self.command, "environ": environ}
+        asked["log"] = str(self.folder / "harbor.log")
+        async with asyncio.timeout(_START_S):
+            self.life = await asyncio.open_unix_connection(await asyncio.to_thread(_forking))
+            reader, writer = self.life
+            writer.write(f"{json.dumps(asked)}\n".encode())
+            self.pid = int(await reader.readline())
         await until(self._answers)
 
     async def _answers(self) -> bool:
-        assert self.process is not None
-        assert self.process.returncode is None
+        assert self.life is not None
+        assert not self.life[0].at_eof(), (self.folder / "harbor.log").read_text()
         with suppress(aiohttp.ClientError):
             async with self.http.get(f"{self.url}/jobs") as response:
                 return bool(response.status == 200)
@@ -91,9 +122,14 @@ class Harbor:
 
     async def kill(self) -> None:
         """Sends SIGKILL to the server and its sandboxes."""
-        if self.process is not None and self.process.returncode is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            await self.process.wait()
+        if self.life is None:
+            return
+        (reader, writer), self.life = self.life, None
+        if not reader.at_eof():
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            await reader.read()
+        writer.close()
 
     async def post(self, path: str, body: object = None) -> None:
         """Tells the server something."""
