@@ -2,7 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+)
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +39,8 @@ CONFIG = {
 ATTACHED = {"vllm-http", "sglang"}
 """Backends that adapt a server."""
 LONG = 1900
-"""So many tokens that what happens meanwhile happens in the middle, on any machine."""
+"""So many tokens that what happens meanwhile happens in the middle, on most machines."""
+_MIDDLE_S = 240.0
 
 
 @dataclass
@@ -224,6 +232,28 @@ class Engine:
         return revisions((await self.info()).adapters)
 
 
+async def in_mid_answer(
+    engine: Engine,
+    act: Callable[[engine_pb2.GenerateRequest], Awaitable[object]],
+    was: Callable[[Result], bool],
+) -> Result:
+    """Acts after the third message of a long answer. Returns the answer.
+
+    Does it again until `was` says of an answer that this was its middle. A process that stands
+    still for seconds acts after the end of an answer.
+    """
+    async with asyncio.timeout(_MIDDLE_S):
+        while True:
+            request, result = engine.request(LONG, 1), Result()
+            async with aclosing(engine.stream(request)) as responses:
+                async for response in responses:
+                    result.take(response)
+                    if result.messages == 3:
+                        await act(request.generate)
+            if was(result):
+                return result
+
+
 def revisions(loaded: Iterable[engine_pb2.LoadedAdapter]) -> list[tuple[str, int]]:
     """Names and versions of loaded adapters."""
     return [(one.adapter.name, one.adapter.version) for one in loaded]
@@ -237,13 +267,16 @@ def _table(values: np.ndarray, rows: int) -> np.ndarray:
 async def engine_with(
     process: ServiceProcess, model: Path, other: Path = Path()
 ) -> AsyncIterator[Engine]:
-    """An engine with the weights of `model`, whatever was pushed to it before.
+    """An engine with the weights of `model` and no adapter, whatever was pushed to it before.
 
     `other` has the weights that its tests push.
     """
     async with open_channel(process.address) as channel:
         engine = Engine(process, engine_pb2_grpc.EngineServiceStub(channel), other)
-        await engine.update((await engine.info()).policy_version + 1, model)
+        before = await engine.info()
+        for name in {one.adapter.name for one in before.adapters}:
+            await engine.unload_adapter(name)
+        await engine.update(before.policy_version + 1, model)
         yield engine
 
 

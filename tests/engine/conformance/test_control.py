@@ -17,31 +17,39 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.controls import ABORT, RESET_PREFIX_CACHE, RESUME, WAIT, WAKE_UP, abort, pause, sleep
-from tests.engine.engines import LONG, Engine, Result
+from tests.engine.engines import LONG, Engine, Result, in_mid_answer
 
 # The first vLLM test waits for the model to start.
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 
 async def test_leaving_a_stream_aborts_the_request(engine: Engine) -> None:
-    async with aclosing(engine.stream(engine.request(LONG, 1))) as responses:
-        await anext(responses)
-        assert (await engine.info()).running >= 1
+    running = 0
+    async with asyncio.timeout(240):
+        while not running:  # again, if the whole answer was sampled before it was left
+            async with aclosing(engine.stream(engine.request(LONG, 1))) as responses:
+                await anext(responses)
+                running = (await engine.info()).running
     await engine.until(lambda info: info.running == 0)
 
 
 async def test_abort_gives_what_there_is(engine: Engine) -> None:
-    request, result = engine.request(LONG, 1), Result()
-    async with asyncio.timeout(120), aclosing(engine.stream(request)) as responses:
-        async for response in responses:
-            result.take(response)
-            if result.messages == 3:
-                wanted = abort(request.generate.request_id, "unknown")
-                (found,) = (await engine.stub.ControlEngines(wanted)).results
-                assert list(found.aborted_request_ids) == [request.generate.request_id]
-    assert result.finish.reason == sampling_pb2.FINISH_REASON_ABORT
+    aborted = list[tuple[str, list[str]]]()
+
+    async def act(request: engine_pb2.GenerateRequest) -> None:
+        response = await engine.stub.ControlEngines(abort(request.request_id, "unknown"))
+        (found,) = response.results
+        aborted.append((request.request_id, list(found.aborted_request_ids)))
+
+    result = await in_mid_answer(engine, act, is_aborted)
+    request_id, found = aborted[-1]
+    assert found == [request_id]
     assert 3 <= len(result.ids) == len(result.logprobs) < LONG
     assert result.spans[-1][2] == len(result.ids)
+
+
+def is_aborted(result: Result) -> bool:
+    return result.finish.reason == sampling_pb2.FINISH_REASON_ABORT
 
 
 async def test_a_pause_that_is_repeated_after_a_resume_pauses_nothing(engine: Engine) -> None:
@@ -90,14 +98,12 @@ async def test_tokens_that_were_sampled_before_a_pause_arrive_during_it(engine: 
 
 
 async def test_a_pause_that_aborts_ends_requests_with_their_tokens_so_far(engine: Engine) -> None:
-    result = Result()
-    async with asyncio.timeout(120), aclosing(engine.stream(engine.request(LONG, 1))) as responses:
-        async for response in responses:
-            result.take(response)
-            if result.messages == 2:
-                await engine.stub.ControlEngines(pause(ABORT))
-    await engine.stub.ControlEngines(RESUME)
-    assert result.finish.reason == sampling_pb2.FINISH_REASON_ABORT
+    async def act(_: engine_pb2.GenerateRequest) -> None:
+        await engine.stub.ControlEngines(pause(ABORT))
+        await engine.stub.ControlEngines(RESUME)
+
+    result = await in_mid_answer(engine, act, is_aborted)
+    assert 3 <= len(result.ids) == len(result.logprobs) < LONG
 
 
 async def test_a_pause_that_waits_lets_requests_end_and_holds_new_ones(engine: Engine) -> None:
@@ -116,10 +122,17 @@ async def test_a_pause_that_waits_lets_requests_end_and_holds_new_ones(engine: E
 
 
 async def test_a_pause_whose_caller_leaves_changes_nothing(engine: Engine) -> None:
-    async with asyncio.timeout(120), aclosing(engine.stream(engine.request(LONG, 1))) as responses:
-        await anext(responses)
-        with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
+    async def act(_: engine_pb2.GenerateRequest) -> None:
+        try:
             await engine.stub.ControlEngines(pause(WAIT), timeout=0.2)
+        except grpc.aio.AioRpcError as error:
+            codes.append(error.code())
+        else:  # the answer had ended
+            await engine.stub.ControlEngines(RESUME)
+
+    codes = list[grpc.StatusCode]()
+    await in_mid_answer(engine, act, lambda _: bool(codes))
+    assert codes == [grpc.StatusCode.DEADLINE_EXCEEDED]
     assert len((await engine.generate(engine.request(5, 0))).ids) == 5
     assert not (await engine.info()).paused
 
@@ -129,18 +142,17 @@ async def _call(call: Any) -> Any:
 
 
 async def test_new_weights_in_the_middle_of_a_request_show_in_its_spans(engine: Engine) -> None:
-    before = (await engine.info()).policy_version
-    result = Result()
-    async with asyncio.timeout(120), aclosing(engine.stream(engine.request(LONG, 1))) as responses:
-        async for response in responses:
-            result.take(response)
-            if result.messages == 3:
-                await engine.update(before + 1, engine.weights)
+    async def act(_: engine_pb2.GenerateRequest) -> None:
+        versions.append(versions[-1] + 1)
+        await engine.update(versions[-1], engine.weights)
+
+    versions = [(await engine.info()).policy_version]
+    result = await in_mid_answer(engine, act, lambda result: len(result.spans) > 1)
     (old, start, middle), (new, again, end) = result.spans
-    assert (old, new) == (before, before + 1)
+    assert [old, new] == versions[-2:]
     assert (start, middle, end) == (0, again, LONG)
     assert 3 <= middle < LONG
-    assert (await engine.info()).policy_version == before + 1
+    assert (await engine.info()).policy_version == new
 
 
 async def test_bad_weights_leave_the_old_ones_in_use(engine: Engine, tmp_path: Path) -> None:
@@ -169,19 +181,19 @@ async def test_the_prefix_cache_can_be_reset_and_the_engine_sleep(engine: Engine
 
 
 async def test_weights_that_a_sleep_drops_are_missed_until_an_update(engine: Engine) -> None:
-    before = (await engine.info()).policy_version
-    answer = asyncio.ensure_future(engine.generate(engine.request(LONG, 1)))
-    await engine.until(lambda info: info.running == 1)
-    await engine.stub.ControlEngines(sleep(2))
-    assert (await answer).finish.reason == sampling_pb2.FINISH_REASON_ABORT
-    with pytest.raises(EngineAsleepError):
-        await engine.update(before + 1, engine.weights)
-    await engine.stub.ControlEngines(WAKE_UP)
-    for chunk in (0, 1):
-        with pytest.raises(WeightsDroppedError, match="push weights"):
-            await engine.generate(engine.request(5, chunk))
-    await engine.update(before + 1, engine.weights)
-    assert (await engine.generate(engine.request(5, 0))).spans == [(before + 1, 0, 5)]
+    async def act(_: engine_pb2.GenerateRequest) -> None:
+        version = (await engine.info()).policy_version + 1
+        await engine.stub.ControlEngines(sleep(2))
+        with pytest.raises(EngineAsleepError):
+            await engine.update(version, engine.weights)
+        await engine.stub.ControlEngines(WAKE_UP)
+        for chunk in (0, 1):
+            with pytest.raises(WeightsDroppedError, match="push weights"):
+                await engine.generate(engine.request(5, chunk))
+        await engine.update(version, engine.weights)
+        assert (await engine.generate(engine.request(5, 0))).spans == [(version, 0, 5)]
+
+    await in_mid_answer(engine, act, is_aborted)
 
 
 async def test_health_is_serving(engine: Engine) -> None:

@@ -1,7 +1,7 @@
 """What all backends refuse, by which name, and that they go on afterwards."""
 
+import asyncio
 import json
-from contextlib import aclosing
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.controls import Control, abort, sleep
-from tests.engine.engines import ATTACHED, LONG, Engine
+from tests.engine.engines import ATTACHED, Engine, in_mid_answer
 
 # The first vLLM test waits for the model to start.
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
@@ -168,12 +168,15 @@ async def test_a_schema_with_too_many_parts_is_refused(engine: Engine) -> None:
 
 
 async def test_a_running_id_is_refused(engine: Engine) -> None:
-    request = engine.request(LONG, 1)
-    async with aclosing(engine.stream(request)) as responses:
-        await anext(responses)
-        with pytest.raises(RequestIdInUseError):
-            await engine.generate(request)
-    await engine.until(lambda info: info.running == 0)
+    refused = asyncio.Event()
+
+    async def act(request: engine_pb2.GenerateRequest) -> None:
+        try:
+            await engine.generate(engine_pb2.StreamedGenerate(generate=request))
+        except RequestIdInUseError:
+            refused.set()
+
+    await in_mid_answer(engine, act, lambda _: refused.is_set())
     assert len((await engine.generate(engine.request(3, 0))).ids) == 3
 
 

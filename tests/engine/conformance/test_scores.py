@@ -173,7 +173,7 @@ async def test_nothing_is_scored_by_weights_that_a_sleep_dropped(
 async def test_scorings_and_a_generation_share_an_engine(engine: Engine) -> None:
     async with asyncio.timeout(300), asyncio.TaskGroup() as group:
         generation = group.create_task(engine.generate(engine.request(LONG, 1)))
-        await engine.until(lambda info: info.running == 1)
+        await engine.until(lambda info: info.running == 1 or generation.done())
         scored = [group.create_task(engine.score(IDS[:500], top_k=1)) for _ in range(4)]
         alone = await scored[0]
         for one in scored:

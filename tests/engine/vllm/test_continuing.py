@@ -62,15 +62,16 @@ async def test_a_message_says_which_weights_sampled_it(
     vllm_engine: Engine, other_model_dir: Any
 ) -> None:
     """In the middle of a generation, because a killed engine never says it at the end."""
-    first = (await vllm_engine.info()).policy_version
-    versions: list[int] = []
-    result = Result()
-    async for response in vllm_engine.stream(vllm_engine.request(LONG, 4)):
-        assert response.HasField("prompt_crc32") == (not result.messages)
-        versions += [response.policy_version] * (len(response.token_ids_u32le) // 4)
-        if not result.messages:
-            await vllm_engine.update(first + 1, other_model_dir)
-        result.take(response)
+    first = (await vllm_engine.info()).policy_version - 1
+    versions, result = list[int](), Result()
+    while len(set(versions)) < 2:  # again, if the whole answer was sampled before the update
+        first, versions, result = first + 1, [], Result()
+        async for response in vllm_engine.stream(vllm_engine.request(LONG, 4)):
+            assert response.HasField("prompt_crc32") == (not result.messages)
+            versions += [response.policy_version] * (len(response.token_ids_u32le) // 4)
+            if not result.messages:
+                await vllm_engine.update(first + 1, other_model_dir)
+            result.take(response)
     assert set(versions) == {first, first + 1}
     expected = [
         span.policy_version
