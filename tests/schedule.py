@@ -15,6 +15,7 @@ _GROUPS = (
     ("tests/engine/vllm/test_parallel.py", "parallel"),  # minutes, beside what learns
     ("tests/engine/vllm/", "vllm"),
     ("tests/engine/conformance/", "vllm"),
+    ("tests/engine/test_servers.py", "vllm"),
     ("tests/engine/requests/test_constraint.py", "vllm"),
     ("tests/mesh/requests/test_against_serve.py", "vllm"),
     ("tests/mesh/requests/test_free_answers_against_serve.py", "vllm"),

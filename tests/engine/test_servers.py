@@ -21,12 +21,12 @@ from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import engine_pb2_grpc, sampling_pb2
 from tests import models
 from tests.controls import RESUME, abort, pause
-from tests.engine.engines import LONG, Engine, Result, torch_logprobs
+from tests.engine.engines import LONG, Engine, Result, engine_with, torch_logprobs
 from tests.engine.gated_weights import LOAD
 from tests.engine.servers import SglangServer, VllmServer, server_of
 from tests.engine.vllm.test_transfer import install_plugin
 from tests.mesh.protocols.test_openai import ask, streamed, user
-from tests.meshes import delivered, scripted_mesh
+from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.processes import running
 from tests.waiting import until
 
@@ -64,16 +64,18 @@ async def after_three(engine: Engine, result: Result, act: Callable[[], Awaitabl
                 await act()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def wanted(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """A greedy answer of the backend vllm, which has ended."""
-    flags = {"model_path": exact_model, "dtype": "float32", "enforce_eager": True}
-    folder = tmp_path_factory.mktemp("in-process")
-    async with engine_of(folder, backend="vllm", max_context_tokens=2048, **flags) as engine:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def wanted(vllm_home: Mesh, exact_model: Path) -> Result:
+    """A greedy answer of the backend vllm."""
+    async with engine_with(vllm_home.processes["engine"], exact_model) as engine:
         return await engine.generate(engine.request(60, 0, sampling=GREEDY, top_logprobs=3))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[VllmServer, SglangServer])
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[VllmServer, pytest.param(SglangServer, marks=pytest.mark.long)],
+)
 async def server(
     request: pytest.FixtureRequest,
     wanted: Result,
@@ -252,6 +254,7 @@ async def test_weights_of_another_process_are_noticed_and_fence_the_engine(
         assert (await engine.generate(engine.request(5, 0))).spans == [(77, 0, 5)]
 
 
+@pytest.mark.long
 async def test_a_server_that_is_killed_ends_the_engine_and_the_next_one_waits_for_it(
     server: VllmServer, other_model_dir: Path, tmp_path: Path
 ) -> None:

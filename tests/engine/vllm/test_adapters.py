@@ -15,11 +15,10 @@ import torch
 from safetensors.torch import save
 
 from rollmesh.runtime.errors import InvalidFieldError, InvalidWeightsError
-from rollmesh.runtime.rpc import open_channel
-from rollmesh.v1 import engine_pb2_grpc, sampling_pb2
+from rollmesh.v1 import sampling_pb2
 from tests import models
-from tests.engine.engines import Engine, Result, revisions
-from tests.processes import running
+from tests.engine.engines import Engine, Result, engine_with, revisions
+from tests.processes import ServiceProcess
 
 pytestmark = [
     pytest.mark.vllm,
@@ -38,8 +37,8 @@ CONFIG = {
 PROMPT = np.array([5, 6, 7, 8, 9] * 60, "<u4")
 """Long enough for the prefix cache, which keeps blocks of 128 tokens on a CPU."""
 SPREAD = 0.1
-RUNNING = 800
-"""Tokens of the generations in whose middle a revision is pushed."""
+RUNNING = 200
+"""Tokens of the answers in whose middle a revision is pushed."""
 LAST = 4
 """The last version that is pushed while others sample."""
 OTHER: dict[str, Any] = {}
@@ -49,18 +48,15 @@ SECOND = FIRST.replace("lora_A", "lora_B")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
-    """Of a model with small logits, whose log-probs are exact to 1e-5 in float32."""
-    model_dir = models.make_model_dir(tmp_path_factory.mktemp("model"), spread=SPREAD)
-    flags: dict[str, object] = {"model_path": model_dir, "dtype": "float32", "enforce_eager": True}
-    flags |= {"max_context_tokens": 2048, "max_adapters": 3, "max_adapter_rank": 4}
-    folder = tmp_path_factory.mktemp("adapters")
-    async with (
-        running("engine", folder, backend="vllm", **flags) as process,
-        open_channel(process.address) as channel,
-    ):
-        OTHER.update(models.make_adapter(model_dir, 99, CONFIG))
-        yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), model_dir)
+async def engine(
+    tmp_path_factory: pytest.TempPathFactory, adapting: ServiceProcess
+) -> AsyncIterator[Engine]:
+    """With small logits, whose log-probs are exact to 1e-5 in float32."""
+    model = models.make_model_dir(tmp_path_factory.mktemp("model"), spread=SPREAD)
+    OTHER.update(models.make_adapter(model, 99, CONFIG))
+    async with engine_with(adapting, model) as engine:
+        engine.weights = model
+        yield engine
 
 
 def of(version: int) -> dict[str, Any]:
@@ -97,34 +93,42 @@ async def test_revisions_that_are_pushed_while_others_sample_give_the_log_probs_
     check(engine, await generate(engine, 0), 0, None)
     await engine.load_adapter("math", 1, save(pushed[1]), CONFIG)
     for version in range(2, LAST + 1):
-        running_one, begun = Result(), asyncio.Event()
-
-        async def run(request: Any, result: Result = running_one, begun: Any = begun) -> None:
-            async with aclosing(engine.stream(request)) as messages:
-                async for one in messages:
-                    result.take(one)
-                    if result.messages == 3:
-                        begun.set()
-
-        request = engine.request(RUNNING, 4, **of(version - 1))
-        task = asyncio.create_task(run(request))
-        await begun.wait()
+        begun, is_pushed = asyncio.Event(), asyncio.Event()
         former = [sampling_pb2.AdapterRef(name="math", version=version - 2)]
-        held = await engine.load_adapter(
-            "math", version, save(pushed[version]), CONFIG, replaces=former
-        )
-        assert held == [("math", version - 1), ("math", version)]
-        assert not task.done()
-        both = await asyncio.gather(*(generate(engine, one) for one in (version, version - 1, 0)))
-        again = await generate(engine, version)
-        await task
+        async with asyncio.timeout(200), asyncio.TaskGroup() as tasks:
+            sampling = tasks.create_task(sample_until(engine, version - 1, begun, is_pushed))
+            await begun.wait()
+            held = await engine.load_adapter(
+                "math", version, save(pushed[version]), CONFIG, replaces=former
+            )
+            assert held == [("math", version - 1), ("math", version)]
+            asked = (version, version - 1, 0)
+            both = await asyncio.gather(*(generate(engine, one) for one in asked))
+            again = await generate(engine, version)
+            is_pushed.set()
         check(engine, both[0], version, pushed[version])
         check(engine, both[1], version - 1, pushed[version - 1])
         check(engine, both[2], 0, None)
         check(engine, again, version, pushed[version])
-        check(engine, running_one, version - 1, pushed[version - 1])
+        for one in sampling.result():
+            check(engine, one, version - 1, pushed[version - 1])
         assert again.finish.cached_tokens >= 128  # of its own revision
         assert both[2].finish.cached_tokens >= 128
+
+
+async def sample_until(
+    engine: Engine, version: int, begun: asyncio.Event, end: asyncio.Event
+) -> list[Result]:
+    """Samples one answer after another, so that whatever happens is in the middle of one."""
+    answers = list[Result]()
+    while not end.is_set():
+        answers.append(Result())
+        request = engine.request(RUNNING, 4, **of(version))
+        async with aclosing(engine.stream(request)) as messages:
+            async for one in messages:
+                answers[-1].take(one)
+                begun.set()
+    return answers
 
 
 async def test_a_version_that_is_loaded_again_with_other_bytes_has_no_cache_of_the_former(
@@ -275,10 +279,11 @@ async def test_weights_are_replaced_while_no_adapter_is_loaded(
     other = models.make_model_dir(tmp_path, seed=1, spread=SPREAD)
     tensors = models.make_adapter(other, 2, CONFIG)
     await engine.load_adapter("math", 30, save(tensors), CONFIG)
+    version = (await engine.info()).policy_version + 1
     with pytest.raises(InvalidFieldError, match="unload them first"):
-        await engine.update(1, other)
+        await engine.update(version, other)
     await engine.unload_adapter("math")
-    await engine.update(1, other)
+    await engine.update(version, other)
     await engine.load_adapter("math", 31, save(tensors), CONFIG)
     engine.weights = other
     for version, given in ((31, tensors), (0, None)):

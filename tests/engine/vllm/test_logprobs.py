@@ -12,14 +12,13 @@ import pytest_asyncio
 import torch
 
 from rollmesh.runtime.errors import InvalidSamplingError, PromptTooLongError
-from rollmesh.runtime.rpc import open_channel
-from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
-from tests.engine.engines import PROMPT, Engine
+from rollmesh.v1 import engine_pb2, sampling_pb2
+from tests.engine.engines import PROMPT, Engine, engine_with
 from tests.models import load_network, torch_logprobs
-from tests.processes import running
+from tests.processes import ServiceProcess
 
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.vllm,
     pytest.mark.timeout(600),
 ]
@@ -60,17 +59,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sampled_engine(
-    tmp_path_factory: pytest.TempPathFactory, model_dir: Path
-) -> AsyncIterator[Engine]:
-    flags: dict[str, object] = {"model_path": model_dir, "dtype": "float32", "enforce_eager": True}
-    flags |= {"backend": "vllm", "max_context_tokens": 2048, "logprobs": "sampled"}
-    async with (
-        running("engine", tmp_path_factory.mktemp("engine"), **flags) as process,
-        open_channel(process.address) as channel,
-    ):
-        yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), model_dir)
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def sampled_engine(adapting: ServiceProcess, model_dir: Path) -> AsyncIterator[Engine]:
+    async with engine_with(adapting, model_dir) as engine:
+        yield engine
 
 
 def expected(model: Path, sampled: list[int], given: dict[str, Any]) -> list[float]:
