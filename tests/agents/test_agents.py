@@ -14,28 +14,36 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 CHAT = [reply for _, reply in dialogues.CHAT]
 QUESTIONS = (dialogues.QUESTION, dialogues.LAST)
 ANSWERS = [dialogues.ANSWER, dialogues.FAREWELL]
+LONG = pytest.mark.long
+"""Of a way to call an SDK of which another way is in `make test`."""
 
 
 @pytest.mark.parametrize(
     ("script", "arguments", "reasons"),
     [
         pytest.param("openai_chat", ("message",), (), id="openai-whole"),
-        pytest.param("openai_chat", ("dump",), (), id="openai-whole-dumped"),
+        pytest.param("openai_chat", ("dump",), (), id="openai-whole-dumped", marks=LONG),
         pytest.param("openai_chat", ("helper",), (), id="openai-streamed-by-the-helper"),
-        pytest.param("openai_chat", ("accumulated",), (), id="openai-streamed-by-hand"),
-        pytest.param("anthropic_messages", ("message",), (), id="anthropic-whole"),
+        pytest.param("openai_chat", ("accumulated",), (), id="openai-streamed-by-hand", marks=LONG),
+        pytest.param("anthropic_messages", ("message",), (), id="anthropic-whole", marks=LONG),
         pytest.param("anthropic_messages", ("helper",), (), id="anthropic-streamed"),
         pytest.param("anthropic_messages", ("runner",), (), id="anthropic-tool-runner"),
         pytest.param(
-            "anthropic_messages", ("streaming-runner",), (), id="anthropic-tool-runner-streamed"
+            "anthropic_messages",
+            ("streaming-runner",),
+            (),
+            id="anthropic-tool-runner-streamed",
+            marks=LONG,
         ),
-        pytest.param("openai_agents", ("whole", "chat"), (), id="openai-agents-whole"),
+        pytest.param("openai_agents", ("whole", "chat"), (), id="openai-agents-whole", marks=LONG),
         pytest.param("openai_agents", ("streamed", "chat"), (), id="openai-agents-streamed"),
-        pytest.param("openai_agents", ("whole", "responses"), (), id="openai-agents-responses"),
+        pytest.param(
+            "openai_agents", ("whole", "responses"), (), id="openai-agents-responses", marks=LONG
+        ),
         pytest.param(
             "openai_agents", ("streamed", "responses"), (), id="openai-agents-responses-streamed"
         ),
-        pytest.param("langgraph_react", ("whole", ""), (), id="langgraph-whole"),
+        pytest.param("langgraph_react", ("whole", ""), (), id="langgraph-whole", marks=LONG),
         pytest.param("langgraph_react", ("streamed", ""), (), id="langgraph-streamed"),
         pytest.param(
             "langgraph_react", ("whole", "worker"), ("LENIENT_ECHO",), id="langgraph-named"

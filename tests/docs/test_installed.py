@@ -268,6 +268,7 @@ def test_chat_stands_alone(
     assert done.stdout.startswith("multiply ")
 
 
+@pytest.mark.long
 def test_the_tests_of_chat_pass_on_its_wheel(
     chat_alone: tuple[Path, Path], tmp_path: Path, tokenizer_dir: Path
 ) -> None:

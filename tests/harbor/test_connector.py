@@ -26,7 +26,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.long), True])
 async def test_each_task_is_a_group_of_sessions_with_the_verifiers_rewards(
     tmp_path: Path, tokenizer_dir: Path, stream: bool
 ) -> None:
@@ -76,6 +76,7 @@ async def test_a_connector_that_is_killed_in_mid_answer_and_started_again_double
     assert [(one.turns, one.reward) for one in sessions] == [(6, 0.75)] * 2
 
 
+@pytest.mark.long
 async def test_a_server_behind_tls_is_known_by_a_private_authority(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

@@ -74,7 +74,12 @@ def interrupted(harbor: Harbor) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "unmarked", "at_once"), [("cut", False, 1), ("cut", True, 2), ("half-open", True, 1)]
+    ("kind", "unmarked", "at_once"),
+    [
+        pytest.param("cut", False, 1, marks=pytest.mark.long),
+        ("cut", True, 2),
+        pytest.param("half-open", True, 1, marks=pytest.mark.long),
+    ],
 )
 async def test_a_connection_that_is_lost_under_running_answers_doubles_and_loses_no_turn(
     tmp_path: Path, tokenizer_dir: Path, kind: str, *, unmarked: bool, at_once: int
@@ -104,6 +109,7 @@ async def lose(proxy: Proxy, kind: str) -> None:
         pass
 
 
+@pytest.mark.long
 async def test_a_slow_and_halting_network_interrupts_no_answer(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -144,6 +150,7 @@ async def test_a_sidecar_that_is_killed_under_running_answers_and_returns_double
     assert min(interrupted(harbor)) >= 1
 
 
+@pytest.mark.long
 async def test_a_second_connector_waits_until_the_first_is_killed_and_takes_over(
     tmp_path: Path, tokenizer_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -194,6 +194,7 @@ async def test_a_connector_that_is_killed_while_it_ends_rollouts_leaves_the_rest
     assert len({(one.group_id, one.sample_index) for one in sessions}) == 48
 
 
+@pytest.mark.long
 async def test_a_request_that_arrives_after_the_end_of_its_rollout_is_no_turn(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

@@ -6,6 +6,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.meshes import Mesh, scripted_mesh
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(300)
+LONG = partial(pytest.param, marks=pytest.mark.long)  # a trial is a process that imports Harbor
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ async def test_trials_without_a_server_are_a_group_with_the_verifiers_rewards(
     assert not list(sandboxes.glob("harbor-*"))
 
 
-@pytest.mark.parametrize("is_written_by_agent", [True, False])
+@pytest.mark.parametrize("is_written_by_agent", [True, LONG(False)])
 async def test_harbor_and_its_viewer_read_back_the_sampled_tokens(
     tmp_path: Path, tokenizer_dir: Path, sandboxes: Path, *, is_written_by_agent: bool
 ) -> None:
@@ -91,7 +93,7 @@ async def test_harbor_and_its_viewer_read_back_the_sampled_tokens(
 
 
 @pytest.mark.parametrize(
-    ("details", "record_messages"), [(True, True), (True, False), (False, True)]
+    ("details", "record_messages"), [(True, True), LONG(True, False), LONG(False, True)]
 )
 async def test_a_trial_without_a_tokenizer_has_documents_if_sessions_record_messages(
     tmp_path: Path, tokenizer_dir: Path, sandboxes: Path, *, details: bool, record_messages: bool
@@ -158,6 +160,7 @@ async def test_a_trial_whose_trainer_dies_ends_its_sandbox(
         await ended(tmp_path, sandboxes)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_a_trial_whose_time_is_over_ends_its_sandbox(
     tmp_path: Path, tokenizer_dir: Path

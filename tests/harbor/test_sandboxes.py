@@ -69,6 +69,7 @@ async def thinking(
         yield mesh, harbor, client
 
 
+@pytest.mark.long
 async def test_the_sdks_of_all_apis_train_exactly_from_sandboxes(tmp_path: Path) -> None:
     async with thinking(tmp_path, dialogues.RULES) as (mesh, harbor, client):
         agents = [program(*one) for one in SDKS]

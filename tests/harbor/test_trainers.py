@@ -22,6 +22,7 @@ def two_tasks(harbor: Harbor) -> list[str]:
     return [harbor.task(name, ASKED)["path"] for name in ("one", "two")]
 
 
+@pytest.mark.long
 async def test_verls_agent_name_chooses_an_agent_of_harbor(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

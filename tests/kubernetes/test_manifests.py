@@ -34,6 +34,8 @@ CERTIFIED = {*Role, "scorer"} - {Role.AGENT}
 """Who has a certificate in a cluster."""
 PORTS = {"router": 7100, "engine": 7400, "gateway": 7200, "collector": 7300}
 SERVICE = "app.kubernetes.io/component"
+SHORT = {"gpu", "cpu-small+scorer+postgres+cert-manager", "gpu-multi-node+postgres"}
+"""Variants that have every object between them. Each takes seconds to validate."""
 each_overlay = pytest.mark.parametrize("name", VARIANTS)
 
 
@@ -44,7 +46,13 @@ def mesh_file(objects: list[Manifest]) -> str:
     return str(config["data"]["mesh.toml"])
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, "gpu-multi-node+postgres"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one, marks=[] if one in SHORT else [pytest.mark.long])
+        for one in (*VARIANTS, "gpu-multi-node+postgres")
+    ],
+)
 def test_it_fits_the_schemas_of_kubernetes(name: str, tmp_path: Path) -> None:
     objects = overlay(name)
     yaml = pytest.importorskip("yaml")

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -45,6 +46,7 @@ async def test_verls_worker_pushes_to_the_mesh_with_its_step_as_the_version(
     np.testing.assert_array_equal(sent["model.a.weight"], [0, 0, 1, 1])  # of both ranks
 
 
+@pytest.mark.long
 async def test_verls_worker_pushes_the_difference_to_its_last_step(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -96,6 +98,7 @@ async def test_verls_worker_pushes_its_adapter_alone(tmp_path: Path, tokenizer_d
     }
 
 
+@pytest.mark.long
 async def test_an_adapter_without_a_name_is_refused(tmp_path: Path, tokenizer_dir: Path) -> None:
     async with scripted_mesh(tmp_path, tokenizer_dir, max_adapters=6) as mesh:
         said = await run_script(

@@ -25,7 +25,7 @@ from tests.processes import running
 from tests.router.routers import running_router
 from tests.waiting import until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(600)]
 STEPS = (PREPARE, EXCHANGE)
 
 
@@ -147,7 +147,6 @@ async def controlled(engine: Engine, call: Any) -> None:
         await engine.stub.ControlEngines(call, timeout=60)
 
 
-@pytest.mark.long
 async def test_an_engine_that_ends_meanwhile_comes_back_with_the_weights(mesh: Mesh) -> None:
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(mesh.engine())
@@ -177,7 +176,6 @@ async def test_an_engine_that_ends_meanwhile_comes_back_with_the_weights(mesh: M
                 mesh.check(result)
 
 
-@pytest.mark.long
 async def test_two_workers_exchange_prepared_weights(mesh: Mesh) -> None:
     async with mesh.engine(vllm='{"tensor_parallel_size": 2}') as engine:
         for delta in (False, True, True, True, False):
