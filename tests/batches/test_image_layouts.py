@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
 
 from rollmesh.batches import (
     Batch,
@@ -45,6 +44,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def network(model: Path) -> Any:
+    from transformers import AutoModelForImageTextToText  # slow, and each worker collects this
+
     return AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
 
 

@@ -42,13 +42,13 @@ pytestmark = pytest.mark.timeout(300)
 
 @asynccontextmanager
 async def hidden_mesh(
-    folder: Path, model: Path, sidecars: int = 1, **engine: object
+    folder: Path, model: Path, sidecars: int = 1, *, grace_ms: int = 10_000, **engine: object
 ) -> AsyncIterator[tuple[Mesh, list[Proxy]]]:
     """A mesh whose sidecars dial a relay, each through a proxy."""
     write_script(folder / "script.json", Tokenizer(model), [(SAID, REPLY)])
     async with AsyncExitStack() as stack:
         mesh = Mesh(folder, model, stack)
-        await start_relay(mesh)
+        await start_relay(mesh, grace_ms=grace_ms)
         links = [
             await stack.enter_async_context(proxy_to(mesh.address("relay")))
             for _ in range(sidecars)
@@ -226,13 +226,14 @@ async def test_a_wrong_key_with_a_large_body_is_refused_as_by_a_sidecar(
 async def test_a_relay_that_stops_completes_its_answers_and_its_successor_gets_the_tunnels(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
-    async with hidden_mesh(tmp_path, tokenizer_dir, tokens_per_second=20) as (mesh, (link,)):
+    flags: dict[str, Any] = {"grace_ms": 90_000, "tokens_per_second": 4}
+    async with hidden_mesh(tmp_path, tokenizer_dir, **flags) as (mesh, (link,)):
         async with mesh.client() as client, client.session() as session:
             agent = mesh.agent(far_url(mesh, session), "placeholder")
             stream = await agent.chat.completions.create(**ASK, stream=True)
             pieces = aiter(stream)
             text = (await anext(pieces)).choices[0].delta.content or ""
-            async with asyncio.timeout(8), asyncio.TaskGroup() as tasks:  # its grace is 10 s
+            async with asyncio.timeout(80), asyncio.TaskGroup() as tasks:  # less than its grace
                 stopping = tasks.create_task(mesh.processes["relay"].terminate())
 
                 async def takes_no_more() -> bool:
