@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (10_229, 62),
+    "services/runtime/rollmesh/runtime": (10_240, 62),
     "services/runtime/rollmesh/mesh": (4_739, 14),
     "services/gateway/rollmesh/chat": (8_064, 38),
     "services/gateway/rollmesh/gateway": (10_963, 28),
@@ -13,13 +13,13 @@ CEILINGS = {
     "services/router/rollmesh/router": (4_770, 17),
     "services/collector/rollmesh/collector": (5_450, 14),
     "services/collector/rollmesh/scorer": (367, 6),
-    "clients/rollmesh/sidecar": (5_897, 17),
+    "clients/rollmesh/sidecar": (5_883, 17),
     "clients/rollmesh/client": (7_291, 24),
     "clients/rollmesh/record": (3_607, 14),
     "clients/rollmesh/batches": (1_091, 6),
     "clients/rollmesh/integrations": (4_605, 21),
     "clients/rollmesh/launch": (605, 4),
-    "clients/rollmesh/cli": (2_490, 13),
+    "clients/rollmesh/cli": (2_492, 13),
     "clients/rollmesh/view": (1_988, 9),
     "clients/rollmesh/conformance": (4_028, 35),
 }

@@ -158,7 +158,9 @@ class ServingGateway(GatewayService):
             yield
 
     async def drain(self) -> None:
-        """Ends the HTTP once its running answers are complete. Then drains the gateway."""
+        """Leaves the router, ends the HTTP once its running answers are complete, and drains."""
+        if self._membership is not None:
+            await self._membership.leave()
         await self._serving.aclose()
         await super().drain()
 

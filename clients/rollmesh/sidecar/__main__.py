@@ -1,7 +1,6 @@
 """Runs a sidecar: `python -m rollmesh.sidecar --help`."""
 
 import asyncio
-import logging
 import os
 import sys
 from contextlib import aclosing
@@ -14,13 +13,9 @@ from rollmesh.runtime.access import Identity, present
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.process import faults, print_ready, raise_descriptor_limit, stop_signals
 from rollmesh.runtime.rpc import Bound, bind_host, check_exposed
-from rollmesh.runtime.telemetry import configure_logging, fields, metrics_endpoint, tracing
+from rollmesh.runtime.telemetry import configure_logging, metrics_endpoint, tracing
 from rollmesh.sidecar.app import serving
 from rollmesh.sidecar.config import SidecarConfig
-
-_log = logging.getLogger(__name__)
-_OTHER_FILES = 64
-"""Files of a sidecar besides its connections: gateways, routers, libraries, logs."""
 
 
 async def _serve(config: SidecarConfig) -> None:
@@ -39,16 +34,6 @@ async def _serve(config: SidecarConfig) -> None:
                 await stop.wait()
 
 
-def _check_descriptors(config: SidecarConfig) -> None:
-    """Warns if connections run out of file descriptors before they reach their bound."""
-    limit = raise_descriptor_limit()
-    if 0 <= limit < config.max_connections + _OTHER_FILES:
-        _log.warning(
-            "max_connections is above the limit of open files",
-            extra=fields(max_connections=config.max_connections, limit=limit),
-        )
-
-
 def main() -> int:
     """Returns the exit code."""
     os.umask(owner_only.UMASK)
@@ -56,7 +41,7 @@ def main() -> int:
         config = parse_config(SidecarConfig, "sidecar", sys.argv[1:], os.environ)
         configure_logging("sidecar", config.log_level)
         faults.arm(config.fault)
-        _check_descriptors(config)
+        raise_descriptor_limit(config.max_connections)
         present(Identity(config))
         with (
             tracing.sending("sidecar", config),

@@ -164,7 +164,8 @@ async def serving(
 ) -> AsyncIterator[int]:
     """Serves agents while the block runs. Yields the port.
 
-    At the end running requests may finish within the grace. The others end with an error.
+    At the end the sidecar leaves the router. Running requests may finish within the grace, and the
+    others end with an error.
 
     Args:
         config: The settings of the sidecar.
@@ -188,8 +189,11 @@ async def serving(
                 join_ms=config.relay_join_ms,
             )
             await stack.enter_async_context(dialled.held())
+        address, https, path_prefix = advertised(config, port)
+        speaks = partial(protocol_of, prefix=config.path_prefix)
+        http = HttpServer(make_app(config, directory), config, speaks)
+        await stack.enter_async_context(http_served(http, listener))
         if joins:
-            address, https, path_prefix = advertised(config, port)
             hello = router_pb2.ReplicaHello(
                 replica_id=f"sidecar-{uuid.uuid4().hex}",
                 kind=router_pb2.REPLICA_KIND_SIDECAR,
@@ -199,7 +203,4 @@ async def serving(
             )
             member = Membership(config.router, hello, router_pb2.ReplicaLoad, identity)
             await stack.enter_async_context(member)
-        speaks = partial(protocol_of, prefix=config.path_prefix)
-        http = HttpServer(make_app(config, directory), config, speaks)
-        await stack.enter_async_context(http_served(http, listener))
         yield port

@@ -3,42 +3,60 @@
 import asyncio
 import json
 import os
+import resource
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from rollmesh.client import Client, MeshAddresses
-from tests.meshes import Mesh, delivered, scripted_mesh
+from rollmesh.client import Client, MeshAddresses, Session
+from rollmesh.mesh import journal_of
+from rollmesh.runtime.rpc import open_channel
+from rollmesh.v1 import router_pb2, router_pb2_grpc
+from tests.collector.postgres_server import postgres_database
+from tests.lazily import anthropic, genai
+from tests.meshes import Mesh, delivered, scripted_mesh, until_free
+from tests.processes import ServiceProcess
+from tests.waiting import until
 
 SAID: list[Any] = [{"role": "user", "content": "What is 6 times 7?"}]
 RULES = [("What is 6 times 7?", "The answer is 42.")]
 TIMEOUT_S = 300
+FEW_FILES = 256
 
 
-@asynccontextmanager
-async def gateway(
-    mesh: Mesh, name: str, relay: str = "", **flags: object
-) -> AsyncIterator[tuple[Any, int]]:
-    """Runs `rollmesh gateway --http 0`. Yields the process and the port of its HTTP."""
-    settings = {
+def _settings(mesh: Mesh, name: str) -> dict[str, object]:
+    return {
         "port": 0,
         "gateway_id": name,
         "router": mesh.address("router"),
         "collector": mesh.address("collector"),
         "data_dir": mesh.folder / name,
         "model_path": mesh.model,
-        **flags,
     }
+
+
+async def _run(mesh: Mesh, name: str, **flags: object) -> ServiceProcess:
+    """Runs a gateway whose HTTP has the address that the mesh has for `agents-of-NAME`."""
+    port = mesh.address(f"agents-of-{name}").rpartition(":")[2]
+    return await mesh.run("cli.gateway", name, http=port, **_settings(mesh, name) | flags)
+
+
+@asynccontextmanager
+async def gateway(mesh: Mesh, name: str, relay: str = "") -> AsyncIterator[tuple[Any, int]]:
+    """Runs `rollmesh gateway --http 0`. Yields the process and the port of its HTTP."""
+    settings = _settings(mesh, name)
     arguments = [f"--{one.replace('_', '-')}={value}" for one, value in settings.items()]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollmesh.cli", "gateway", "--http", "0", *arguments),
         env=os.environ | ({"ROLLMESH_SIDECAR_RELAY": relay} if relay else {}),
         stdout=asyncio.subprocess.PIPE,
+        preexec_fn=_few_files,
     )
     try:
         assert process.stdout is not None
@@ -49,6 +67,36 @@ async def gateway(
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+def _few_files() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, hard))
+
+
+def _client(mesh: Mesh, *more: str) -> Client:
+    addresses = {name: mesh.address(name) for name in ("router", "collector", *more)}
+    return Client(MeshAddresses(**addresses))
+
+
+async def _homes(mesh: Mesh) -> dict[str, str]:
+    """The gateway of each journal."""
+    async with open_channel(mesh.address("router")) as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        response = await stub.ListGateways(router_pb2.ListGatewaysRequest(), timeout=60)
+    return {
+        journal_id: one.gateway_id
+        for one in response.gateways
+        for journal_id in {one.journal_id, *(each.journal_id for each in one.journals)}
+    }
+
+
+async def _on(mesh: Mesh, client: Client, gateway_id: str) -> Session:
+    """Opens a session on a gateway."""
+    while True:
+        session = await client.open_session(client.session_request())
+        if (await _homes(mesh)).get(journal_of(session.session_id)) == gateway_id:
+            return session
 
 
 async def turns(client: openai.AsyncOpenAI, messages: list[Any]) -> list[str]:
@@ -74,6 +122,9 @@ async def test_agents_are_answered_by_the_asked_gateway_wherever_the_session_is(
             router=mesh.address("router"), collector=mesh.address("collector")
         )
         client = await stack.enter_async_context(Client(addresses))
+        limits = Path(f"/proc/{process.pid}/limits").read_text().splitlines()
+        (files,) = (line.split() for line in limits if line.startswith("Max open files"))
+        assert files[3] == files[4] != str(FEW_FILES)  # for thousands of connections
         sessions = [await client.open_session(client.session_request()) for _ in range(4)]
         assert all(one.base_url.startswith(f"http://127.0.0.1:{port}/") for one in sessions)
         journals = {one.session_id[:8] for one in sessions}
@@ -93,3 +144,119 @@ async def test_agents_are_answered_by_the_asked_gateway_wherever_the_session_is(
             await turns(mesh.openai(sessions[0]), SAID)
         process.terminate()
         assert await process.wait() == 0
+
+
+async def _ask(session: Session, said: str) -> dict[str, str]:
+    """What the published SDK of each protocol is answered, whole and streamed."""
+    root, found = session.base_url.removesuffix("/v1"), dict[str, str]()
+    same: Any = {"api_key": session.api_key, "max_retries": 0}
+    async with openai.AsyncOpenAI(base_url=session.base_url, **same) as client:
+        found["chat"], found["chat streamed"] = await turns(
+            client, [{"role": "user", "content": said}]
+        )
+        response = await client.responses.create(model="policy", input=said)
+        found["responses"] = response.output_text
+        async with client.responses.stream(model="policy", input=said) as events:
+            found["responses streamed"] = (await events.get_final_response()).output_text
+    async with anthropic.AsyncAnthropic(base_url=root, **same) as claude:
+        fields: Any = {
+            "model": "policy",
+            "max_tokens": 64,
+            "messages": [{"role": "user", "content": said}],
+        }
+        message = await claude.messages.create(**fields)
+        found["messages"] = "".join(one.text for one in message.content if one.type == "text")
+        async with claude.messages.stream(**fields) as texts:
+            found["messages streamed"] = await texts.get_final_text()
+    options: Any = {"base_url": root, "timeout": 60_000}
+    async with genai.Client(api_key=session.api_key, http_options=options).aio as google:
+        models: Any = google.models
+        content = await models.generate_content(model="policy", contents=said)
+        found["google"] = content.text
+        chunks = await models.generate_content_stream(model="policy", contents=said)
+        found["google streamed"] = "".join([one.text or "" async for one in chunks])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession")
+async def test_the_sdk_of_each_protocol_is_answered_and_recorded_exactly(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        asyncio.timeout(TIMEOUT_S),
+        scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh,
+        _client(mesh) as client,
+    ):
+        await _run(mesh, "gateway-2")
+        for home in ("gateway-2", "gateway-0"):  # the asked one, and another
+            session = await _on(mesh, client, home)
+            assert mesh.address("agents-of-gateway-2") in session.base_url
+            answers = await _ask(session, SAID[0]["content"])
+            assert set(answers.values()) == {"The answer is 42."}
+            await client.close_session(session)
+            trajectories = (await delivered(client, session)).trajectories
+            assert sum(one.turns for one in trajectories) == len(answers)
+            assert {one.reasons for one in trajectories} == {("EXACT",)}
+
+
+async def test_at_a_stop_new_sessions_go_elsewhere_while_running_answers_end(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    slow: dict[str, Any] = {"tokens_per_second": 10, "reply_tokens": 8_000}
+    async with (
+        asyncio.timeout(TIMEOUT_S),
+        scripted_mesh(tmp_path, tokenizer_dir, **slow) as mesh,
+        _client(mesh, "sidecar") as client,
+        _client(mesh) as other,
+    ):
+        process = await _run(mesh, "gateway-2", grace_ms=TIMEOUT_S * 1000)
+        session = await _on(mesh, other, "gateway-2")
+        create: Any = mesh.openai(session).chat.completions.create
+        ask = partial(create, model="policy", messages=SAID, stream=True)
+        short, long = await ask(max_tokens=20), await ask()
+        await anext(aiter(long))
+        ending = asyncio.create_task(process.terminate())
+
+        async def has_left() -> bool:
+            members = [one.hello for one in (await client.replicas()).replicas]
+            return not any(
+                one.replica_id == "gateway-2" or one.kind == router_pb2.REPLICA_KIND_SIDECAR
+                for one in members
+            )
+
+        await until(has_left)
+        assert (await _on(mesh, client, "gateway-0")).api_key
+        assert [one async for one in short][-1].choices[0].finish_reason == "length"
+        await long.close()  # an answer that would take minutes
+        assert await ending == 0
+        await until_free(client)
+
+
+async def test_a_gateway_that_lost_its_sessions_passes_their_agents_on(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        asyncio.timeout(TIMEOUT_S),
+        postgres_database() as database,
+        scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh,
+        _client(mesh) as client,
+    ):
+        shared = {"journal": database.url, "journal_lease_ms": 2_000}
+        first = await _run(mesh, "gateway-1", **shared)
+        session = await _on(mesh, client, "gateway-1")
+        ask = partial(mesh.openai(session).chat.completions.create, model="policy")
+        answer = await ask(messages=SAID)
+        await _run(mesh, "gateway-2", **shared)
+        first.freeze()
+
+        async def has_moved() -> bool:
+            return (await _homes(mesh)).get(journal_of(session.session_id)) == "gateway-2"
+
+        await until(has_moved)
+        first.thaw()
+        said: Any = [*SAID, answer.choices[0].message, *SAID]
+        again = await ask(messages=said)
+        assert again.choices[0].message.content == "The answer is 42."
+        await client.close_session(session)
+        (trajectory,) = (await delivered(client, session)).trajectories
+        assert (trajectory.turns, trajectory.reasons) == (2, ("EXACT",))

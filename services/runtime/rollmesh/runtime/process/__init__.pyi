@@ -3,7 +3,6 @@
 from rollmesh.runtime.process.children import (
     Child as Child,
     end_with_parent as end_with_parent,
-    raise_descriptor_limit as raise_descriptor_limit,
     start_child as start_child,
 )
 from rollmesh.runtime.process.main import run_service as run_service
@@ -14,5 +13,6 @@ from rollmesh.runtime.process.memory import (
 from rollmesh.runtime.process.scratch import Scratch as Scratch
 from rollmesh.runtime.process.signals import (
     print_ready as print_ready,
+    raise_descriptor_limit as raise_descriptor_limit,
     stop_signals as stop_signals,
 )

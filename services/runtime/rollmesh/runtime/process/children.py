@@ -4,7 +4,6 @@ import asyncio
 import ctypes
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -114,11 +113,3 @@ def end_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl")
     if os.getppid() != parent.pid:  # it ended before this call
         os._exit(1)
-
-
-def raise_descriptor_limit() -> int:
-    """Raises the limit of open files as far as the process may and returns it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard

@@ -14,7 +14,11 @@ from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.process.memory import keep_freed_memory
-from rollmesh.runtime.process.signals import print_ready, stop_signals
+from rollmesh.runtime.process.signals import (
+    print_ready,
+    raise_descriptor_limit,
+    stop_signals,
+)
 from rollmesh.runtime.rpc.listening import PortInUseError, ServerConfig
 from rollmesh.runtime.rpc.server import Service, serve
 from rollmesh.runtime.telemetry import tracing
@@ -40,6 +44,7 @@ def run_service(
         config = parse_config(config_class, name, argv, environ)
         configure_logging(name, config.log_level)
         faults.arm(config.fault)
+        raise_descriptor_limit(config.max_connections)
         present(Identity(config))
     except ConfigError as error:
         _complain(name, error)

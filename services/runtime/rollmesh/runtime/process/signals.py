@@ -1,17 +1,32 @@
-"""How a process is told to stop, and how it says that it serves."""
+"""The process of a service: its open files, how it is told to stop, how it says that it serves."""
 
 import asyncio
 import gc
 import json
+import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rollmesh.runtime.rpc.listening import Bound
+from rollmesh.runtime.telemetry.logs import fields
 
+_log = logging.getLogger(__name__)
+_OTHER_FILES = 64
+"""Files of a service besides the connections of its callers: other members, libraries, logs."""
 _GARBAGE_THRESHOLD = 20_000  # messages and conversations have no cycles: rare collections suffice
+
+
+def raise_descriptor_limit(connections: int = 0) -> None:
+    """Raises the limit of open files as far as possible, and warns if connections may exceed it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if 0 <= hard < connections + _OTHER_FILES:
+        few = fields(max_connections=connections, limit=hard)
+        _log.warning("max_connections is above the limit of open files", extra=few)
 
 
 @contextmanager
