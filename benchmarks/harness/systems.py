@@ -164,7 +164,12 @@ def make_model(folder: Path) -> Model:
 
 @asynccontextmanager
 async def running_mesh(
-    folder: Path, gateways: int = 1, *, locked: bool = False, traces: str = ""
+    folder: Path,
+    gateways: int = 1,
+    *,
+    locked: bool = False,
+    traces: str = "",
+    inside: bool = False,
 ) -> AsyncIterator[Mesh]:
     """Runs router, engine, collector, and as many gateways and sidecars.
 
@@ -173,12 +178,13 @@ async def running_mesh(
         gateways: Number of gateways, and of sidecars.
         locked: Whether the services talk over mutual TLS and show tokens too.
         traces: Where 1 % of the traces are sent to. Empty: none are.
+        inside: Whether the gateways serve agents themselves, without sidecars.
     """
     tables = read_mesh(folder / "mesh.toml")
-    kind = "-locked" if locked else "-traced" if traces else ""
+    kind = "-locked" if locked else "-traced" if traces else "-inside" if inside else ""
     data_dir = folder / f"mesh-{gateways}{kind}"
     shown = lock(tables, data_dir)[1] if locked else {}
-    counts = {"gateways": gateways, "sidecars": gateways}
+    counts = {"gateways": gateways, "sidecars": 0 if inside else gateways}
     tables["mesh"] |= {**counts, "tokens": locked, "data_dir": str(data_dir)}
     if traces:
         tables["traces"] = {"endpoint": traces, "ratio": 0.01}

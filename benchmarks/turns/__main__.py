@@ -10,7 +10,8 @@ case a session has 16 turns. A turn appends about 3.5 KB of new text to the conv
 short fixed reply, not streamed. A second mesh, over mutual TLS and with tokens, gets the same. CPU
 time is measured with 64 concurrent sessions, and includes all work after the last answer, such as
 delivery to the collector. A third mesh sends 1 % of its traces: it and the first work by turns,
-for a second or two each, in pairs whose CPU time is compared.
+for a second or two each, in pairs whose CPU time is compared. So do the first and a fourth, whose
+gateway serves agents itself (`inside`).
 
 `--rounds` sets the number of rounds. The last line of the output is one JSON object.
 """
@@ -107,13 +108,14 @@ async def _measure_all(folder: Path, count: int, rounds: list[Round]) -> None:
             timed, engine = await stack.enter_async_context(running_timed_mesh(folder))
             receiver = stack.enter_context(trace_receiver())
             traced = await stack.enter_async_context(running_mesh(folder, traces=receiver))
+            inside = await stack.enter_async_context(running_mesh(folder, inside=True))
             systems: dict[str, System] = {"ours": mesh, "tls": tls}
             if PEER.exists():
                 systems["peer"] = await stack.enter_async_context(running_peer(folder, model))
             if LITELLM.exists():
                 systems["litellm"] = await stack.enter_async_context(running_litellm(folder, model))
             everything = dict(systems)
-            for system in (*systems.values(), traced):
+            for system in (*systems.values(), traced, inside):
                 sessions = _TOGETHER_SESSIONS // 4
                 await measure(system, Shape(), sessions, sessions, seed=0)
             await cases.first_bytes(timed, engine, seed=0)
@@ -131,8 +133,13 @@ async def _measure_all(folder: Path, count: int, rounds: list[Round]) -> None:
                 figures = [memory]
                 rounds.append(Round(base, figures))
                 await _measure_cases(systems, model, seed, figures)
-                figures.append(await cases.traces(mesh, traced, seed))
-                _show("traces", figures[-1])
+                for case, other, sessions, concurrent in (
+                    ("traces", traced, 16, 16),
+                    ("inside", inside, 16, 16),
+                    ("inside_1", inside, _ALONE_SESSIONS, 1),
+                ):
+                    figures.append(await cases.pairs(case, mesh, other, seed, sessions, concurrent))
+                    _show(case, figures[-1])
                 figures.append(await cases.first_bytes(timed, engine, seed))
                 _show("first byte", figures[-1])
             spent = time.monotonic() - begun

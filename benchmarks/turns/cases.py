@@ -35,7 +35,7 @@ _LARGE = Shape(turns=4, first_bytes=48_000)
 _SMALL = Shape(turns=24, first_bytes=40, turn_bytes=40)
 _OPEN_SESSIONS = 64
 _STREAMS, _STREAM_TURNS = 4, 6
-_TRACED_SESSIONS, _TRACED_PAIRS = 16, 8
+_PAIRS = 8
 
 Figures = dict[str, float]
 
@@ -57,19 +57,24 @@ async def contexts(name: str, system: System, model: Model, seed: int) -> Figure
     return figures
 
 
-async def traces(mesh: System, traced: System, seed: int) -> Figures:
-    """Returns the CPU time of a mesh that sends traces, over that of one which does not.
+async def pairs(
+    name: str, mesh: System, other: System, seed: int, sessions: int, concurrent: int
+) -> Figures:
+    """Returns the CPU time and the rate of turns of another mesh, over those of the first.
 
     They work by turns, a second or two each: the host's own load changes more slowly.
     """
-    spent = [0.0, 0.0]
-    for pair in range(_TRACED_PAIRS):
-        texts = seed * _TRACED_PAIRS + pair
+    spent, seconds = [0.0, 0.0], [0.0, 0.0]
+    for pair in range(_PAIRS):
         for one in (0, 1) if pair % 2 else (1, 0):
-            system = (mesh, traced)[one]
-            found = await measure(system, Shape(), _TRACED_SESSIONS, _TRACED_SESSIONS, texts)
+            texts = seed * _PAIRS + pair
+            found = await measure((mesh, other)[one], Shape(), sessions, concurrent, texts)
             spent[one] += found.cpu_ms
-    return {"traces_cpu_ratio": spent[1] / spent[0]}
+            seconds[one] += 1 / found.turns_per_second
+    return {
+        f"{name}_cpu_ratio": spent[1] / spent[0],
+        f"{name}_turns_ratio": seconds[0] / seconds[1],
+    }
 
 
 async def tools(name: str, system: System, model: Model, seed: int) -> Figures:
