@@ -266,12 +266,7 @@ def check_files(member: Member, absent: Path | None) -> Iterator[str]:
 
 
 def check_private(path: Path, secrets: Sequence[str]) -> Iterator[str]:
-    """Yields that others may read a mesh file with secrets.
-
-    Args:
-        path: The mesh file.
-        secrets: The settings in it that have a secret.
-    """
+    """Yields that others may read a mesh file with secrets."""
     if secrets and path.stat().st_mode & 0o077:
         yield (
             f"{secrets[0]}: has a password or a token, and others may read {path}; run: chmod 0600 "
@@ -320,14 +315,7 @@ class Checked:
 def check_mesh(
     path: Path, classes: Mapping[str, type[Any]], environ: Mapping[str, str], *, files: bool
 ) -> Checked:
-    """Returns the problems of a mesh file.
-
-    Args:
-        path: The file.
-        classes: Settings of the installed services. Tables of others are not examined.
-        environ: The environment, which wins over the file.
-        files: Whether to check the files that settings name.
-    """
+    """Returns the problems of a mesh file."""
     try:
         tables = read_toml(path)
     except ConfigError as error:
@@ -447,13 +435,7 @@ _COLUMN = 48
 
 
 def show_text(heading: str, settings: list[Setting], found: Resolved[Any]) -> Iterator[str]:
-    """Yields lines as of a mesh file, each with the source of its value.
-
-    Args:
-        heading: Name of the service, and of its model where there are several.
-        settings: The settings of the service.
-        found: Their values.
-    """
+    """Yields lines as of a mesh file, each with the source of its value."""
     yield f"[{heading.partition(' ')[0]}]" + (f"  # {heading}" if " " in heading else "")
     for name, (value, source) in _values(settings, found).items():
         yield f"{name} = {_toml(value)}".ljust(_COLUMN) + f"  # {source}"

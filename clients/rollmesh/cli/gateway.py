@@ -127,10 +127,6 @@ class ServingGateway(GatewayService):
     def __init__(self, config: GatewayConfig, http: SidecarConfig) -> None:
         """Loads the model's files.
 
-        Args:
-            config: Settings of the gateway.
-            http: Settings of the HTTP.
-
         Raises:
             ConfigError: Other machines reach the HTTP, and the gateway lets everybody call.
             ModelFilesError: A file is missing.

@@ -167,11 +167,6 @@ class Connections:
         A gateway that does not answer may have returned elsewhere, or another may serve its journal
         by now, so every repetition asks where to go. A call to a gateway that stands still is
         repeated as soon as another one serves the journal.
-
-        Args:
-            session_id: The session.
-            method: Returns the method of a stub.
-            request: Its request.
         """
 
         async def once(timeout_s: float) -> Any:

@@ -321,12 +321,6 @@ async def supervised(
 ) -> _Result:
     """Returns the result of an agent. Stops it at its time limit or when `stop` is done.
 
-    Args:
-        agent: The agent's coroutine.
-        timeout_s: Time limit, seconds.
-        grace_s: Time between the two cancellations, seconds.
-        stop: Stops the agent when it is done.
-
     Raises:
         AgentTimeLimitError: The agent exceeded the limit.
         AgentStoppedError: `stop` was done before the agent.

@@ -29,11 +29,6 @@ class Refused(NamedTuple):
 def keep(refused: Mapping[str, Refused], root: Path, sessions: int) -> list[str]:
     """Writes sessions beside the record. Durable. The same session again changes nothing.
 
-    Args:
-        refused: By session id.
-        root: The folder of the record.
-        sessions: Number of sessions in the batch.
-
     Returns:
         The new ids.
 

@@ -146,13 +146,7 @@ class Writer:
         annotations: Iterable[collector_pb2.Annotation] = (),
         scores: Iterable[collector_pb2.TrajectoryScores] = (),
     ) -> None:
-        """Adds the rewards, annotations and scores of a session that the record does not have.
-
-        Args:
-            session: The session as it is in the store, with or without arrays.
-            annotations: All of its annotations.
-            scores: All scores of teachers.
-        """
+        """Adds the rewards, annotations and scores of a session that the record does not have."""
         id_, day = session.session_id, _day(session.closed_unix_ms)
         self._add_late("rewards", day, late.rewards_of(session), was_read=True)
         for one in annotations:
@@ -473,10 +467,6 @@ def read_session(path: Path, session_id: str) -> session_pb2.SessionRecord | Non
 
     An image whose file is missing has no bytes.
 
-    Args:
-        path: A file of `sessions`.
-        session_id: The session.
-
     Raises:
         InvalidFieldError: A newer release has written a file.
         SessionDamagedError: A file is missing or damaged.
@@ -500,12 +490,7 @@ def read_session(path: Path, session_id: str) -> session_pb2.SessionRecord | Non
 def read_annotations(
     path: Path, session_ids: Collection[str]
 ) -> dict[str, list[collector_pb2.Annotation]]:
-    """Returns the last annotations of sessions of a file, by session. Raises as `read_session`.
-
-    Args:
-        path: A file of `sessions`.
-        session_ids: The sessions.
-    """
+    """Returns the last annotations of sessions of a file, by session. Raises as `read_session`."""
     return {
         id_: [late.annotation_in(row) for row in rows]
         for id_, rows in _read_late("annotations", path, session_ids).items()
@@ -525,12 +510,7 @@ def _read_late(table: str, path: Path, session_ids: Collection[str]) -> dict[str
 
 
 def read_tables(path: Path, session_id: str = "") -> Iterator[Tables]:
-    """Yields the rows of the sessions of a file of `sessions`, or of one. Raises as `read_session`.
-
-    Args:
-        path: The file.
-        session_id: The only session to read. Empty means all.
-    """
+    """Yields the rows of the sessions of a file, or of one session. Raises as `read_session`."""
     sessions = _read(path, session_id).to_pylist()
     files = [path.parents[2] / table / path.parent.name / path.name for table in PARTS]
     if any(map(has_parts, sessions)):

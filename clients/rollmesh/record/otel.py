@@ -23,12 +23,7 @@ _IDS = ("traceId", "spanId", "parentSpanId")
 
 
 def spans_of(record: session_pb2.SessionRecord, *, content: bool = False) -> list[Span]:
-    """Returns the spans of a session, its root first. An abandoned seat has none.
-
-    Args:
-        record: The session.
-        content: Whether spans have the messages, where the session recorded them.
-    """
+    """Returns the spans of a session, its root first. An abandoned seat has none."""
     if record.abandoned:
         return []
     turns, said = dict(sorted(_turns(record))), _said(record)

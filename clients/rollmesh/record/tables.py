@@ -454,10 +454,6 @@ def leaves_of(record: session_pb2.SessionRecord) -> Sequence[trajectory_pb2.Traj
 def record_of(tables: Tables, images: Mapping[str, bytes]) -> session_pb2.SessionRecord:
     """Returns a session from its rows: the same message of which `tables_of` made them.
 
-    Args:
-        tables: Its rows.
-        images: The bytes of its images by their hash.
-
     Raises:
         InvalidFieldError: They make no session. Names the column and the problem.
     """

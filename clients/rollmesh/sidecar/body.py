@@ -265,13 +265,7 @@ def read_format(form: Any, field: str, schema_key: str = "") -> gateway_pb2.Json
 
 
 def read_schema(schema: Any, field: str, *, strict: bool) -> gateway_pb2.JsonFormat:
-    """Returns the JSON format of a schema.
-
-    Args:
-        schema: The schema.
-        field: Its name.
-        strict: Whether it is refused if a part of it cannot be enforced.
-    """
+    """Returns the JSON format of a schema. All parts of a strict one must be enforceable."""
     text = to_json(members(schema, field), field)
     if (size := len(text.encode())) > _MAX_SCHEMA_BYTES:
         raise InvalidFieldError(field, f"has {size} bytes; give at most {_MAX_SCHEMA_BYTES}")
@@ -499,11 +493,6 @@ def image_of_base64(
     source: Mapping[str, Any], field: str, type_member: str
 ) -> chat_pb2.ContentPart:
     """Returns the image of an object that has its base64 text in `data`.
-
-    Args:
-        source: The object.
-        field: Its name.
-        type_member: The member with the media type.
 
     Raises:
         InvalidFieldError: The media type is not served.

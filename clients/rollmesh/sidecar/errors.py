@@ -145,12 +145,7 @@ class HttpError(NamedTuple):
 
 
 def to_http(error: RollmeshError, params: Mapping[str, str] = CHAT_PARAMS) -> HttpError:
-    """Returns an error as an HTTP answer in OpenAI's form, its message cut to 1,500 bytes.
-
-    Args:
-        error: The error.
-        params: The protocol's names of the gateway's fields.
-    """
+    """Returns an error as an HTTP answer in OpenAI's form, its message cut to 1,500 bytes."""
     status, kind = _STATUS.get(error.code, (500, "server_error"))
     if error.reason in _OF_THE_SIDECAR:
         status, kind = 503, "server_error"
@@ -178,12 +173,7 @@ def to_http(error: RollmeshError, params: Mapping[str, str] = CHAT_PARAMS) -> Ht
 
 
 def renamed(error: RollmeshError, names: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the field of an error, empty if it has none, and its message.
-
-    Args:
-        error: The error.
-        names: The protocol's names of fields.
-    """
+    """Returns the field of an error, empty if it has none, and its message."""
     field = error.metadata.get("field", "")
     plain = field.removeprefix("sampling.")
     name = names.get(plain, plain)

@@ -114,11 +114,7 @@ class Places:
 
 
 def address_of(peer: object) -> str:
-    """Returns whom a connection counts for: the IPv4 address, or the network of an IPv6 address.
-
-    Args:
-        peer: The `peername` of its socket.
-    """
+    """Returns whom a connection counts for: the IPv4 address, or the network of an IPv6 address."""
     try:
         address = ipaddress.ip_address(str(peer[0]).partition("%")[0])  # type: ignore[index]
     except (ValueError, TypeError, IndexError):

@@ -425,11 +425,6 @@ def judge(
     The policy lag counts from the consumer's policy version. Without one it is ignored. A consumer
     with a run gets nothing that abandoned runs sampled, unless it keeps that. Then such tokens have
     no lag.
-
-    Args:
-        consumer: The consumer's settings.
-        heads: The sessions.
-        unscorable: The trajectories that the consumer's teacher has refused.
     """
     rules = consumer.filter
     grouped = consumer.unit == GROUP and not rules.ungrouped
@@ -697,14 +692,7 @@ def kept_of(
 def left_out(
     key: str, session_id: str, now_ms: int, *, is_repeat: bool = False
 ) -> pb.FilteredEntry:
-    """Returns the entry of a session that its group was delivered without.
-
-    Args:
-        key: Key of the group.
-        session_id: Id of the session.
-        now_ms: The current time.
-        is_repeat: Whether another session has its seat. Otherwise it came too late.
-    """
+    """Returns the entry of a session that its group was delivered without."""
     return pb.FilteredEntry(
         delivery_id=key,
         reason=pb.FILTER_REASON_DUPLICATE_SEAT if is_repeat else pb.FILTER_REASON_SURPLUS,

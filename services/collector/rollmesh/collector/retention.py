@@ -18,11 +18,6 @@ class Retention:
     """Stored bytes at which new sessions are rejected."""
 
     def settled_before(self, stored_bytes: int, now_ms: int) -> int:
-        """Returns the time before which a unit must have been settled to be removed now.
-
-        Args:
-            stored_bytes: Bytes in use.
-            now_ms: The current time.
-        """
+        """Returns the time before which a unit must have been settled to be removed now."""
         full = stored_bytes > _NEAR_FULL * self.max_bytes
         return now_ms if full else now_ms - self.settled_ms

@@ -62,14 +62,7 @@ class Scoring:
     def __init__(
         self, store: Store, announce: Callable[[], None], tries: int, timeout_s: float
     ) -> None:
-        """Creates an empty queue.
-
-        Args:
-            store: The store.
-            announce: Called when a session has its rewards and may be deliverable.
-            tries: Attempts to score a session.
-            timeout_s: Timeout of one attempt.
-        """
+        """Creates an empty queue."""
         self._store = store
         self._announce = announce
         self._tries = tries

@@ -298,16 +298,7 @@ def _decide(
     groups: Mapping[str, Group],
     now_ms: int,
 ) -> None:
-    """Makes groups units of a log if it is time, and lists sessions that came too late.
-
-    Args:
-        tx: The transaction.
-        name: Name of the log.
-        consumer: Settings of its readers.
-        sessions: Sessions that are new to the log, with the keys of their groups.
-        groups: Groups to decide about: those of the sessions, as far as they exist, and others.
-        now_ms: The current time.
-    """
+    """Makes groups units of a log if it is time, and lists sessions that came too late."""
     keys = {key for _, key in sessions} | groups.keys()
     rows = tx.db.rows(
         f"SELECT unit_id, members FROM units WHERE log = ?2 AND unit_id {tx.db.within(1)}",
@@ -651,12 +642,6 @@ def create_consumer(
 ) -> pb.Consumer:
     """Creates and returns a consumer. One with damaged settings gets these, and keeps its position.
 
-    Args:
-        tx: The transaction.
-        consumer: The consumer, as returned by `log.created`.
-        start: The first unit that is delivered. None: the oldest one stored.
-        now_ms: The current time.
-
     Raises:
         ConsumerExistsError: A consumer has this name.
         InvalidFieldError: The start position does not exist.
@@ -728,13 +713,7 @@ def find_consumer(tx: Transaction, name: str) -> pb.Consumer:
 def find_consumers(
     tx: Transaction, page_size: int, page_token: str
 ) -> tuple[list[pb.Consumer], str]:
-    """Returns consumers ordered by name, without damaged ones, and the token of the next page.
-
-    Args:
-        tx: The transaction.
-        page_size: Largest number of consumers to return.
-        page_token: As returned with the page before. Empty begins.
-    """
+    """Returns consumers ordered by name, without damaged ones, and the token of the next page."""
     sql = "SELECT name, settings, seen_ms FROM consumers WHERE name > ?1 ORDER BY name LIMIT ?2"
     rows = tx.db.rows(sql, page_token, page_size)
     found = [_read_consumer(*row) for row in rows]
@@ -1094,13 +1073,6 @@ def fetch(tx: Transaction, name: str, after: int, limit: int, now_ms: int) -> Pa
     The groups of a consumer with its own group policy are judged here. The floor advances past
     the leading settled units.
 
-    Args:
-        tx: The transaction.
-        name: Name of the consumer.
-        after: `cursor` of the previous page. 0 starts at the beginning.
-        limit: Largest number of units to return.
-        now_ms: The current time.
-
     Raises:
         ConsumerUnknownError: The consumer was deleted.
     """
@@ -1137,12 +1109,6 @@ def load(
     tx: Transaction, consumer: pb.Consumer, units: Sequence[Unit], now_ms: int
 ) -> list[Loaded | None]:
     """Loads units, and counts attempts for those the filter does not drop.
-
-    Args:
-        tx: The transaction.
-        consumer: The settings of the consumer, by which its units are filtered.
-        units: Units that were fetched for it.
-        now_ms: The current time.
 
     Returns:
         The units in order, at least the first, up to `LOAD_BYTES` of arrays, or None for a unit

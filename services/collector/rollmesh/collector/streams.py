@@ -271,12 +271,7 @@ class Subscriptions:
     """The consumers of a collector, and their open streams."""
 
     def __init__(self, store: Store, tasks: asyncio.TaskGroup) -> None:
-        """Starts without consumers. `refresh` adds those known to the store.
-
-        Args:
-            store: An open store.
-            tasks: Owns the work that outlives its caller.
-        """
+        """Starts without consumers. `refresh` adds those known to the store."""
         self.store = store
         self.tasks = tasks
         self._lessons: asyncio.Queue[tuple[Consumer, Unit]] | None = None

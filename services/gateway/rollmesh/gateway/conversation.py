@@ -180,11 +180,6 @@ class RequestImages:
     def read(self, media: chat_pb2.Media, field_name: str, role: RoleName) -> Image:
         """Returns the image of a part, at the beginning of a content.
 
-        Args:
-            media: The part.
-            field_name: Its place in the request.
-            role: Role of its message.
-
         Raises:
             UnsupportedPartError: Images are not served there, or the part is a URI.
             InvalidImageError: The image is broken, too large, or not an image.
@@ -301,10 +296,6 @@ class MessageReader:
         """Returns the conversation of a request, and the serialised fields after its messages.
 
         Call it in a thread if the request is large.
-
-        Args:
-            request: The request.
-            images: Reads its images. None refuses them.
 
         Raises:
             InvalidMessagesError: A message is invalid. The error names it and the problem.

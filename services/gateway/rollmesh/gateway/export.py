@@ -535,13 +535,6 @@ def write_head(
 
     Runs in a worker thread.
 
-    Args:
-        spec: How the session was opened.
-        tree: Its nodes.
-        request: How it was closed.
-        closed_unix_ms: When it was closed.
-        limit: The time in which it must be written.
-
     Raises:
         SlowRecordError: The time is over.
         InvalidFieldError: A reward refers to something the record does not have.

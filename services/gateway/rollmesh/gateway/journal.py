@@ -817,12 +817,6 @@ def adopt_model(tx: Transaction, model: ModelFiles, path: Path, model_path: Path
 
     An open session that was set aside counts, because it is served again once it is retried.
 
-    Args:
-        tx: The transaction.
-        model: The model that is served.
-        path: The journal's file.
-        model_path: Folder of the model.
-
     Raises:
         StoreError: The open sessions belong to another model, so their ids have another meaning.
     """

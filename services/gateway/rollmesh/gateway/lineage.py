@@ -425,13 +425,7 @@ class _Ways:
         return node.parent is not None and self._next(node.parent) is node
 
     def _beside(self, way: _Way, first: Node | None, main: Node) -> _Rule:
-        """Returns the rule for a conversation that shares no sampled turn with the main one.
-
-        Args:
-            way: A path in it.
-            first: Its first turn, if it has one.
-            main: The first node of the main conversation.
-        """
+        """Returns the rule for a conversation that shares no sampled turn with the main one."""
         start = way.start
         one_turn = first is not None and self._turns[first.node_id] == 1
         same_system = _system(start) == _system(main)

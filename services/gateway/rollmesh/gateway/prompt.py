@@ -340,11 +340,6 @@ def least_tokens(texts: Iterable[str], room: int, tokenizer: ModelTokenizer) -> 
     Tokenising time is proportional to the text. Text that is far too long is therefore counted
     chunk by chunk until it is known not to fit, so the cost is bounded by the context, not by the
     text. A cut between two chunks may add tokens, so a margin is subtracted from each chunk.
-
-    Args:
-        texts: Approximate content of the prompt.
-        room: Number of tokens that fit.
-        tokenizer: Tokenizer of the model.
     """
     stripped = [text.strip() for text in texts]
     if sum(map(len, stripped)) <= _LIKELY_CHARS * max(room, 1):

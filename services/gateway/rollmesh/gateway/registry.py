@@ -271,10 +271,6 @@ class SessionKeys:
 
         A repeat of the call that ended the last key changes nothing. A caller that leaves does not
         stop it.
-
-        Args:
-            session_id: Id of the session.
-            request_id: Identifies a repeat. May be empty.
         """
         # An operator's id returns no key, so it must not equal any that `revoke` is given. Those
         # have 128 characters at most.
@@ -302,11 +298,6 @@ class SessionKeys:
 
     def next_revision(self, session_id: str, key: str, request_id: str) -> KeyRevision | None:
         """Returns the revision that follows if a key is ended, or None for a repeat.
-
-        Args:
-            session_id: Id of the session.
-            key: The key to end.
-            request_id: Identifies a repeat. May be empty.
 
         Raises:
             SessionKeyWrongError: The key is not the current one, and this is no repeat.
@@ -348,15 +339,7 @@ class Registry:
         tasks: asyncio.TaskGroup,
         groups: GroupSizes,
     ) -> None:
-        """Starts without sessions. Call `restore` to load the journal's.
-
-        Args:
-            deps: What turns are run with.
-            store: The journal.
-            outbox: The journal's closed sessions.
-            tasks: Owns the turns.
-            groups: Sizes of the groups, of all journals.
-        """
+        """Starts without sessions. Call `restore` to load the journal's."""
         self.deps = deps
         """What turns are run with."""
         self.tasks = tasks
@@ -1013,11 +996,7 @@ class ChatCall:
                 await self._changed.wait()
 
     def leave(self, *, sent: bool) -> None:
-        """Ends the wait for all turns. The last request to leave a turn cancels it.
-
-        Args:
-            sent: Whether the complete reply was sent.
-        """
+        """Ends the wait for all turns. The last request to leave a turn cancels it."""
         if sent and faults.is_armed("gateway-after-reply"):
             begun(self._registry.tasks, faults.reach("gateway-after-reply"))
         while self._turns:
@@ -1048,11 +1027,6 @@ class ChatCall:
         self, error: BudgetSpentError, choice: TurnRequest, turn: Turn | None = None
     ) -> gateway_pb2.ChatAnswer:
         """Returns the final answer to a request without room in the budget, once that is durable.
-
-        Args:
-            error: Which budget is spent.
-            choice: The choice that it answers.
-            turn: Its turn, if it has begun.
 
         Raises:
             BudgetSpentError: The session refuses such requests.

@@ -172,11 +172,6 @@ class Gateway:
     ) -> tuple[SessionSpec, str]:
         """Opens a session, or finds the session of the same request id. Returns its key too.
 
-        Args:
-            request: The request.
-            adapters: Its policies, once they are known.
-            start: The context that it starts with, if any.
-
         Raises:
             SessionClosedError: The session opened by the same request id is closed.
             TooManySessionsError: The gateway is full.

@@ -349,12 +349,6 @@ def _new_answer(
 def sample_of(draft: Draft, prompt_tokens: int, prompt_crc32: int, turn: Turn) -> Sample:
     """Returns the sampled tokens of a complete answer, truncated at the stop string.
 
-    Args:
-        draft: An answer that has ended.
-        prompt_tokens: Number of ids of the prompt, without continued ones.
-        prompt_crc32: CRC-32 of those ids.
-        turn: Its turn, with the ids of its requests and the time of the first.
-
     Raises:
         RollmeshError: No token was sampled.
     """

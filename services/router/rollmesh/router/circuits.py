@@ -63,14 +63,7 @@ class Circuit:
         now_ms: int,
         limits: CircuitLimits,
     ) -> bool:
-        """Records the outcome of a lease. Returns whether the state changed.
-
-        Args:
-            epoch: Result of `grant`.
-            outcome: Effect of the turn on the engine's circuit.
-            now_ms: The time, monotonic milliseconds.
-            limits: When to open, and for how long.
-        """
+        """Records the outcome of a lease. Returns whether the state changed."""
         if epoch != self.epoch:
             return False
         self._probing = False

@@ -93,10 +93,6 @@ class Dispatch:
     ) -> AsyncGenerator[leases_pb2.DispatchResponse, None]:
         """Serves one stream and yields its responses.
 
-        Args:
-            hello: The first message.
-            requests: The later messages.
-
         Raises:
             InvalidFieldError: A message is empty, or a second hello.
             OverloadedError: The gateway does not read its responses.

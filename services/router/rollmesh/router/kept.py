@@ -131,9 +131,6 @@ class KeptWeights:
     ) -> list[engine_pb2.UpdateWeightsHeader]:
         """Returns the pushes that make up weights: whole ones, and then differences.
 
-        Args:
-            header: The last of them, which is current or offered.
-
         Raises:
             SupersededError: The weights that it changes are not kept any more.
         """
@@ -182,10 +179,6 @@ class KeptWeights:
 
     def open_part(self, header: Header, claimed: int) -> IO[bytes]:
         """Opens the file for a push that is being received.
-
-        Args:
-            header: Announces the number of bytes.
-            claimed: Bytes announced by other pushes that are being received.
 
         Raises:
             StoreFullError: The disk has too little free space.

@@ -549,11 +549,6 @@ class LeaseTable:
     def report_fault(self, stream_id: str, lease_id: str, fault: str) -> Engine | None:
         """Takes a gateway's report that the engine of a lease gave an impossible answer.
 
-        Args:
-            stream_id: A stream of the gateway.
-            lease_id: Id of the lease.
-            fault: The answer and why it is impossible, for people.
-
         Returns:
             The engine, which is out of service for that gateway at least, or None if the lease is
             not held.

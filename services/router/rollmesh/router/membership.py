@@ -84,11 +84,7 @@ class Members:
     """The replicas that are registered."""
 
     def __init__(self, missed_reports: int) -> None:
-        """Starts without members.
-
-        Args:
-            missed_reports: Number of reports that a member may miss before it is removed.
-        """
+        """Starts without members."""
         self._missed_reports = missed_reports
         self._members: dict[tuple[int, str], Member] = {}
         self._placements = 0
@@ -248,11 +244,7 @@ class Members:
                     member.stream.reschedule(0)
 
     def silent(self, passed_ms: int) -> list[Member]:
-        """Returns the members that have missed too many reports after some more time.
-
-        Args:
-            passed_ms: Time since the last call, milliseconds.
-        """
+        """Returns the members that have missed too many reports after some more time."""
         members, missed = self._members.values(), self._missed_reports
         for member in members:
             member.silent_ms += passed_ms

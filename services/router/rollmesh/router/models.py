@@ -136,10 +136,6 @@ class Models:
 
         Offers that are not accepted stay, and so do the newest revisions of a name and all that
         sessions name.
-
-        Args:
-            model: Name of the model.
-            adapters: The adapters by name and version.
         """
         if len(adapters) <= self._most_revisions:
             return list(adapters)

@@ -162,13 +162,6 @@ async def receive(
 ) -> None:
     """Writes the chunks of a weights file to a partial file, which is removed if that fails.
 
-    Args:
-        kept: The kept weights of the model, which do not change.
-        header: Header of the weights or the adapter.
-        chunks: The file.
-        claimed: Bytes that other files are about to take on the disk.
-        silence_ms: Longest wait for a chunk, milliseconds.
-
     Raises:
         InvalidFieldError: The size differs from the announced one.
         StoreFullError: The disk has too little free space.

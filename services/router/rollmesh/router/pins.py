@@ -116,10 +116,6 @@ class Pins:
     async def wait(self, model: str, limit_s: float | None) -> None:
         """Waits until no pin is left.
 
-        Args:
-            model: Name of the model.
-            limit_s: Time until the deadline of the push, seconds. None: it has none.
-
         Raises:
             WeightsPinnedError: The deadline is too close.
             ShuttingDownError: The router stops.

@@ -116,10 +116,6 @@ class Suspects:
     async def isolate(self, attempt: Suspicion, within_ms: int) -> None:
         """Waits until the request of an attempt may run: alone, if it is in quarantine.
 
-        Args:
-            attempt: The attempt.
-            within_ms: Longest wait, milliseconds.
-
         Raises:
             PoisonRequestError: The request is poison, as another attempt may have shown meanwhile.
             EnginesBusyError: Other requests in quarantine ran for that long.
@@ -314,14 +310,7 @@ class Failover:
         on_loss: Callable[[], None],
         on_migration: Callable[[], None],
     ) -> None:
-        """Takes its dependencies.
-
-        Args:
-            leases: Where engines are leased.
-            engines: Clients of the engines.
-            on_loss: Called when a generation loses its engine.
-            on_migration: Called when another engine continues a generation.
-        """
+        """Takes its dependencies."""
         self._leases = leases
         self._engines = engines
         self._on_loss = on_loss

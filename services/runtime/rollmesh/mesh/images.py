@@ -38,9 +38,6 @@ class HeldBytes:
     def take(self, images: Images) -> dict[str, bytes]:
         """Returns the bytes of images by hash. Holds those that came, also if others are missing.
 
-        Args:
-            images: The images of a request, checked.
-
         Raises:
             ImageUnknownError: Bytes neither came nor are held. The error has their hashes.
         """
@@ -68,11 +65,6 @@ class HeldBytes:
 
 def check_places(images: Images, prompt_tokens: int, most: int = MOST_IMAGES) -> None:
     """Checks the hashes and the places of images, without their bytes.
-
-    Args:
-        images: The images of a request.
-        prompt_tokens: Number of ids of its prompt.
-        most: Maximum number of images.
 
     Raises:
         InvalidFieldError: There are too many, one has no place in the prompt, or its ids overlap
@@ -122,12 +114,7 @@ class SentImages:
         self._sent: OrderedDict[str, None] = OrderedDict()  # the last used last
 
     def fill(self, images: Images, data: Mapping[str, bytes]) -> None:
-        """Gives images the bytes that the engine was not sent, as far as one message may hold them.
-
-        Args:
-            images: The images of the message.
-            data: Bytes by hash.
-        """
+        """Gives images the bytes that the engine lacks, as far as one message may hold them."""
         left = _MESSAGE_BYTES
         given: set[str] = set()
         for image in images:

@@ -189,11 +189,7 @@ class Link:
             await asyncio.sleep(backoff.next_s())
 
     def tick(self, *, is_waiting: bool) -> None:
-        """Counts a tick: pings the router if it is quiet, and leaves it if it is silent.
-
-        Args:
-            is_waiting: Whether requests wait for its answer.
-        """
+        """Counts a tick: pings the router if it is quiet, and leaves it if it is silent."""
         if not self.is_up:
             return
         self._up_ticks += 1

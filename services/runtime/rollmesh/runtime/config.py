@@ -217,12 +217,7 @@ class Config:
 
 
 def describe(cls: type[Any], service: str) -> list[Setting]:
-    """Returns the settings of a service in the order of their fields.
-
-    Args:
-        cls: Its config. Every field has a default.
-        service: Name of the service: `router`.
-    """
+    """Returns the settings of a service in the order of their fields."""
     docs = _field_docs(cls)
     defaults = vars(cls())
     return [

@@ -109,13 +109,7 @@ class Jobs(Generic[_Door]):
 
 
 def refusal(where: str, found: int, version: int) -> str:
-    """Returns why a store is refused, and the remedy.
-
-    Args:
-        where: The file, or the database.
-        found: Version of its tables.
-        version: Version that this release needs.
-    """
+    """Returns why a store is refused, and the remedy."""
     writer = "an earlier" if found < version else "a later"
     return (
         f"{where} has version {found}, this release needs {version}; nothing was changed. "

@@ -226,10 +226,6 @@ def _check_integers(value: object) -> None:
 def read_mesh(path: Path | None, *further: str) -> dict[str, Any]:
     """Returns the tables of a mesh file, none without a file.
 
-    Args:
-        path: The file.
-        further: Names of further tables.
-
     Raises:
         ConfigError: The file cannot be read, it has a table that no mesh has, or `[mesh]` or a
             `[[model]]` is wrong. Services examine their own tables.
@@ -294,11 +290,6 @@ def mesh_models(tables: Tables) -> list[MeshModel]:
 
 def choose_model(tables: Tables, service: str, name: str) -> MeshModel | None:
     """Returns the model of one process, or None if its service belongs to no model.
-
-    Args:
-        tables: From `read_mesh`.
-        service: Name of the service.
-        name: The model that its flag or its environment names, empty if none does.
 
     Raises:
         ConfigError: The file has several and none is named, or it does not have the one.
@@ -417,13 +408,6 @@ def from_file(
     tables: Tables, service: str, model_name: str, path: str, known: set[str]
 ) -> dict[str, Given]:
     """Returns the settings that a mesh file gives for a service that is started by itself.
-
-    Args:
-        tables: From `read_mesh`.
-        service: Name of the service.
-        model_name: The model that its flag or its environment names, empty if none does.
-        path: The file, for the sources.
-        known: Names of the service's settings.
 
     Raises:
         ConfigError: The file has several models and none is named, or not the named one.

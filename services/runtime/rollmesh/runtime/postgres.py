@@ -97,13 +97,6 @@ def read_address(
 ) -> Address:
     """Parses the URL of a database.
 
-    Args:
-        url: The URL.
-        setting: Name of the setting that gives it.
-        program: Name under which the server lists the connections.
-        schema: Schema of the tables.
-        limits: What bounds the statements.
-
     Raises:
         ConfigError: It is no such URL. The error does not repeat it, as it may hold a password.
     """

@@ -68,10 +68,6 @@ class ProbeConfig(Config):
 def probe(service: str, config: ProbeConfig) -> None:
     """Returns if a service serves.
 
-    Args:
-        service: Its name, such as `router`.
-        config: Its settings.
-
     Raises:
         ConfigError: There is no port, or a file cannot be read.
         NotServingError: It does not answer, or answers that it does not serve.

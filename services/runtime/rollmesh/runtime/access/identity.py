@@ -36,11 +36,7 @@ class CallerConfig(Config):
     """Name that the certificates of services must have. Empty means the host of their address."""
 
     def or_of(self, environ: Mapping[str, str]) -> "CallerConfig":
-        """Returns these files, and for those not given what `ROLLMESH_TOKEN_FILE` and so on name.
-
-        Args:
-            environ: The environment.
-        """
+        """Returns these files, and for the others what `ROLLMESH_TOKEN_FILE` and so on name."""
         return CallerConfig(
             **{
                 one.name: getattr(self, one.name) or environ.get(f"ROLLMESH_{one.name}".upper(), "")

@@ -154,11 +154,7 @@ _PREFIX = b"rollmesh://role/"
 
 
 def roles_of(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[Role]:
-    """Returns the roles of a verified client certificate. Unknown ones do not count.
-
-    Args:
-        auth_context: What gRPC says of the connection.
-    """
+    """Returns the roles of a verified client certificate. Unknown ones do not count."""
     names = auth_context.get("x509_subject_alternative_name", ())
     found = (name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX))
     roles = (ROLES.get(name.decode(errors="replace")) for name in found)

@@ -25,10 +25,6 @@ _MOST_BYTES = 1024 * 1024
 def read_file(setting: str, path: Path) -> bytes:
     """Returns the content of a file.
 
-    Args:
-        setting: Name of the setting in errors.
-        path: The file.
-
     Raises:
         ConfigError: It cannot be read, or is larger than 1 MiB.
     """
@@ -41,10 +37,6 @@ def read_secret(setting: str, path: Path) -> bytes:
     Its owner must be this process's user, with no permissions for others (0600), or root, and then
     the group may read it (0440), as Kubernetes mounts secrets. PostgreSQL has the same rule for
     keys.
-
-    Args:
-        setting: Name of the setting in errors.
-        path: The file.
 
     Raises:
         ConfigError: It cannot be read, others may read it, or it is larger than 1 MiB.

@@ -176,10 +176,6 @@ def new_tokens(secret: Mapping[Role, str], scraper: str) -> dict[str, str]:
     A process of a role presents `ROLE.token`, and servers accept the digest `accepted/ROLE`, so
     that no server holds a token that opens another. Prometheus presents `scraper.token`, and
     `metrics_token_file` takes its digest `scrapers`.
-
-    Args:
-        secret: A token for each role.
-        scraper: A token for Prometheus.
     """
     files = {f"{role}.token": f"{token}\n" for role, token in secret.items()}
     files |= {"scraper.token": f"{scraper}\n", "scrapers": f"{digest_line(scraper)}\n"}

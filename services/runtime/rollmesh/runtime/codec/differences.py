@@ -40,14 +40,7 @@ class Difference:
         return sum(one.nbytes for one in self.tensors.values())
 
     def add(self, name: str, old: Bits, new: Bits, known: str) -> None:
-        """Adds a tensor.
-
-        Args:
-            name: Name of the tensor.
-            old: Its elements in the state that the difference changes.
-            new: Its elements now, of the same shape and dtype.
-            known: The checksum of `old`.
-        """
+        """Adds a tensor."""
         at = np.flatnonzero(old != new)
         if not len(at):
             self.checksums[name] = known

@@ -232,11 +232,6 @@ _DATA_URL = re.compile(r"data:(?P<type>[^;,]*)(?P<options>[^,]*),", re.ASCII)
 def read_data_url(url: str, field: str, max_bytes: int | None = None) -> tuple[str, bytes]:
     """Returns the media type and the bytes of a data URL in base64.
 
-    Args:
-        url: The URL.
-        field: Names it in errors.
-        max_bytes: Most bytes that it may have. None allows any number.
-
     Raises:
         InvalidImageError: It is no such URL, or has more bytes.
     """

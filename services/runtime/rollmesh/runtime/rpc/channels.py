@@ -151,10 +151,6 @@ _tunnels: dict[str, str] = {}  # gRPC targets by address
 def tunnel_address(caller_id: str, name: str = "caller_id") -> str:
     """Returns the address of a process that dials out.
 
-    Args:
-        caller_id: Its id.
-        name: Name of the id in errors.
-
     Raises:
         InvalidFieldError: The id has other characters than an address may have.
     """
@@ -345,10 +341,6 @@ def stub_of(channel: grpc.aio.Channel, make: Callable[[grpc.aio.Channel], _Stub]
     """Returns the stub of a service over a channel, which is made once.
 
     A stub makes a callable for each method of its service, which costs as much as a small call.
-
-    Args:
-        channel: From `open_channel`.
-        make: The class of the stub.
     """
     stubs = _stubs.setdefault(channel, {})
     if make not in stubs:
@@ -454,9 +446,6 @@ def ended_with(reason: Callable[[], RollmeshError | None]) -> Iterator[None]:
     """Raises the reason for which this process cancelled a call that the block waits for.
 
     A cancellation of the task stays one.
-
-    Args:
-        reason: Returns the reason, or None if this process did not cancel the call.
     """
     try:
         yield

@@ -119,12 +119,6 @@ def bind_host(config: ListeningConfig) -> str:
 def check_exposed(config: ListeningConfig, host: str, remedy: str, *, locked: bool) -> None:
     """Refuses an open service on an address that other machines reach.
 
-    Args:
-        config: Its settings.
-        host: The address that it binds.
-        remedy: Flags to set.
-        locked: Whether callers need credentials.
-
     Raises:
         ConfigError: The address is not a loopback address and the service is not locked.
     """

@@ -148,12 +148,7 @@ def training(
 
 
 def finish_reason(reason: int, *, calls: bool = False) -> str:
-    """Returns why an answer ended, in OpenAI's words.
-
-    Args:
-        reason: The reason.
-        calls: Whether it has tool calls.
-    """
+    """Returns why an answer ended, in OpenAI's words."""
     word = _word(sampling_pb2.FinishReason.DESCRIPTOR, reason)
     return "tool_calls" if calls and word == "stop" else word
 

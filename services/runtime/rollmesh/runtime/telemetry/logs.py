@@ -72,12 +72,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 def configure_logging(service: str, level: str) -> None:
-    """Sends all logs of this process to standard error as JSON lines.
-
-    Args:
-        service: Name of the service, in every line.
-        level: The lowest of `LEVELS` that is logged.
-    """
+    """Sends all logs of this process to standard error as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service))
     handler.addFilter(_is_ours)

@@ -255,10 +255,6 @@ def _new_id() -> int:
 def sending(service: str, config: TracesConfig) -> Iterator[None]:
     """Sends the spans of this process while the block runs, if an endpoint is set.
 
-    Args:
-        service: Name of the service.
-        config: The settings of traces.
-
     Raises:
         ConfigError: A package is missing, or a setting is wrong.
     """
