@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollmesh.runtime import begun, finish
+from rollmesh.runtime import begun
 from rollmesh.runtime.errors import ShuttingDownError
 
 TIMEOUT_S = 120
@@ -60,11 +60,11 @@ async def test_work_for_a_group_that_has_ended_is_refused() -> None:
         pass
     async with asyncio.timeout(TIMEOUT_S):
         with pytest.raises(ShuttingDownError):
-            await finish(tasks, nothing())
+            await begun(tasks, nothing())
 
 
 async def test_an_error_of_the_work_raises_in_its_waiter_alone() -> None:
     async with asyncio.TaskGroup() as tasks:
         with pytest.raises(LookupError):
-            await finish(tasks, fails())
-        assert await finish(tasks, nothing()) == 0
+            await begun(tasks, fails())
+        assert await begun(tasks, nothing()) == 0

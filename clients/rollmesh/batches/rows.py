@@ -24,7 +24,6 @@ class TrajectoryTooLongError(RollmeshError):
     reason = "TRAJECTORY_TOO_LONG"
 
     def __init__(self, trajectory_id: str, tokens: int, most: int) -> None:
-        """Names the trajectory and the limit."""
         super().__init__(
             f"trajectory {trajectory_id}: its sequence has {tokens} tokens and {most} fit; "
             'give more room, or too_long="leave_out" to go on without it',
@@ -45,7 +44,6 @@ class MissingRewardError(RollmeshError):
     reason = "MISSING_REWARD"
 
     def __init__(self, trajectory_id: str, session_id: str) -> None:
-        """Names the trajectory and its session."""
         super().__init__(
             f"trajectory {trajectory_id}: session {session_id} was closed without a reward; "
             'set one before the close, or missing_reward="leave_out" to go on without it',
@@ -64,7 +62,6 @@ class TextSessionError(RollmeshError):
     reason = "TEXT_SESSION"
 
     def __init__(self, session_id: str, capture: str) -> None:
-        """Names the session and its capture."""
         super().__init__(
             f"session {session_id}: recorded {capture} and has no token ids to train on; export "
             "it with --format sft, or leave `captures` of the filter unset",
@@ -83,7 +80,6 @@ class PackageMissingError(RollmeshError):
     reason = "PACKAGE_MISSING"
 
     def __init__(self, package: str, wanted: str) -> None:
-        """Names the package and what needs it."""
         super().__init__(f"{wanted} needs the package {package}; install it", package=package)
 
 

@@ -40,11 +40,9 @@ class LocalGateway:
     """
 
     def __init__(self, servicer: Any) -> None:
-        """Takes a servicer of `GatewayService`."""
         self._servicer = servicer
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Returns a method of the service."""
         method = getattr(self._servicer, name)
         call = _stream if isasyncgenfunction(method) else _unary
         return partial(call, method, f"{_SERVICE}/{name}")

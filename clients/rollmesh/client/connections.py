@@ -106,7 +106,6 @@ class Connections:
         self._scoring = ScoringEngines(addresses.router, identity)
 
     async def __aenter__(self) -> Self:
-        """Returns itself."""
         return self
 
     async def __aexit__(
@@ -115,7 +114,6 @@ class Connections:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Closes the channels."""
         for part in (
             self._gateways,
             self._routers,

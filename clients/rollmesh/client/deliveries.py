@@ -171,7 +171,6 @@ class Subscription(Background):
         return self
 
     def __aiter__(self) -> AsyncIterator[Delivery]:
-        """Iterates over deliveries without end."""
         return self
 
     async def __anext__(self) -> Delivery:

@@ -233,7 +233,6 @@ class RewardCalls:
     """Calls a reward function under a time limit, in a bounded number of threads."""
 
     def __init__(self, function: RewardFunction, *, timeout_s: float, threads: int) -> None:
-        """Takes the function and the limits of one call."""
         self._function = function
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(threads)
@@ -616,7 +615,6 @@ class GroupIds:
     """
 
     def __init__(self) -> None:
-        """Starts without steps."""
         self._steps: OrderedDict[tuple[object, ...], Counter[str]] = OrderedDict()
 
     def id(self, *step: object, sample: object) -> str:

@@ -32,7 +32,6 @@ class LoopThread:
     """An event loop that runs in a thread until it is closed."""
 
     def __init__(self) -> None:
-        """Starts it."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="rollmesh-client", daemon=True
@@ -208,7 +207,6 @@ class _Blocking:
     """Does its work with an asynchronous object on the loop of a thread."""
 
     def __init__(self, inner: Any, thread: LoopThread) -> None:
-        """Takes the asynchronous object and the thread that it runs in."""
         self._inner = inner
         self._thread = thread
 
@@ -258,7 +256,6 @@ class Subscription(_Blocking):
     """Deliveries of a consumer. See `rollmesh.client.Subscription`."""
 
     def __iter__(self) -> Iterator[Delivery]:
-        """Iterates over deliveries without end."""
         return self
 
     __next__ = _waiting(AsyncSubscription.__anext__)
@@ -291,11 +288,9 @@ class Rollout(_Blocking):
         return state
 
     def __iter__(self) -> Iterator[GroupOutcome]:
-        """Iterates over the groups as they end."""
         return self
 
     def __next__(self) -> GroupOutcome:
-        """Waits for the next group to end."""
         group: GroupOutcome | None = self._thread.run(anext(self._inner, None))
         if group is None:
             raise StopIteration

@@ -30,7 +30,6 @@ class EndedEarlyError(Exception):
     """A process ended before it was ready for the first time."""
 
     def __init__(self, name: str, code: int) -> None:
-        """Takes its name and its exit code."""
         super().__init__(f"{name} ended with code {code} before it was ready")
         self.code = code
 

@@ -186,7 +186,6 @@ class _Turns:
     def __init__(
         self, session: SessionResult, trajectory: Trajectory, owners: Mapping[int, str]
     ) -> None:
-        """Reads the path."""
         self.trajectory = trajectory
         self.images = session.images
         self._sampled = {one.node_id: one for one in trajectory.path.segments if one.sampled}

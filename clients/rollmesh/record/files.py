@@ -105,7 +105,6 @@ class Writer:
             raise ConfigError(f"to: {folder}: {error}") from error
 
     def __enter__(self) -> Self:
-        """Returns itself."""
         return self
 
     def __exit__(self, *_: object) -> None:

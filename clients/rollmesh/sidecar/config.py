@@ -23,7 +23,6 @@ class PathPrefix:
         return "" if is_one else "give segments such as /a/b, without a slash at the end"
 
     def __str__(self) -> str:
-        """Returns the phrase for the help."""
         return "segments such as /a/b"
 
 

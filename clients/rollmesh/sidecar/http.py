@@ -70,7 +70,6 @@ class Places:
     """Places for the connections of a server, in total and for each address."""
 
     def __init__(self, config: HttpConfig) -> None:
-        """Starts with all places free."""
         self._most = config.max_connections
         self._most_per_address = config.max_connections_per_address
         self._taken: Counter[str] = Counter()
@@ -142,7 +141,6 @@ class BoundedProtocol(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """Takes the server, and uvicorn's arguments."""
         super().__init__(config, server_state, app_state, _loop)
         self.url = b""
         self.address = ""
@@ -502,7 +500,6 @@ class Handshake(asyncio.Protocol):
         certificate: Reloaded[ssl.SSLContext],
         **uvicorn_arguments: Any,
     ) -> None:
-        """Takes the server, its certificate, and uvicorn's arguments."""
         self._server = server
         self._certificate = certificate
         self._http = partial(BoundedProtocol, server, **uvicorn_arguments)

@@ -253,7 +253,6 @@ class _Tools:
     """
 
     def __init__(self, tools: Any) -> None:
-        """Reads the `tools` of the body."""
         self.printed: list[dict[str, Any]] = []
         """The tools that the template prints."""
         self.deferred: dict[str, dict[str, Any]] = {}

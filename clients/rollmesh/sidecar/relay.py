@@ -83,7 +83,6 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
     names = ("rollmesh.internal.v1.TunnelService",)
 
     def __init__(self, config: RelayConfig) -> None:
-        """Takes the settings."""
         self._config = config
         self._places: dict[str, _Place] = {}  # by sidecar
         self._tasks: asyncio.TaskGroup

@@ -332,7 +332,6 @@ class Exchange:
     """
 
     def __init__(self, protocol: Protocol, scope: Scope, receive: Receive, send: Send) -> None:
-        """Takes the protocol of the request, and the arguments of ASGI."""
         self.scope = scope
         self.request_id = uuid.uuid4().hex
         self.status: int = _LEFT
@@ -434,7 +433,6 @@ class TurnEndpoint:
     """An ASGI application, so that it owns the connection and notices when the client leaves."""
 
     def __init__(self, protocol: Protocol, gateways: Gateways, config: SidecarConfig) -> None:
-        """Takes the protocol, the gateways, and the settings."""
         self._protocol = protocol
         self._gateways = gateways
         self._turn_timeout_s = config.turn_timeout_ms / 1000

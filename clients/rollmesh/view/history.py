@@ -21,7 +21,6 @@ class History:
     """The last points and events. Both are bounded."""
 
     def __init__(self) -> None:
-        """Starts without observations."""
         self._points: deque[dict[str, Any]] = deque(maxlen=_POINTS)
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
         self._members: set[_Member] | None = None

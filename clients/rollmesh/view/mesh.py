@@ -30,7 +30,6 @@ class Mesh:
     """The collectors, gateways and routers of a mesh. Run `follow` for as long as it is shown."""
 
     def __init__(self, client: Client, observer: Observer, index: Index) -> None:
-        """Takes the mesh's client and observer, and the index to fill."""
         self._client = client
         self._observer = observer
         self._index = index

@@ -38,7 +38,6 @@ from rollmesh.collector.metrics import (
     forget as forget,
 )
 from rollmesh.collector.postgres import open_postgres as open_postgres
-from rollmesh.collector.retention import Retention as Retention
 from rollmesh.collector.scoring import Teachers as Teachers
 from rollmesh.collector.service import (
     CollectorService as CollectorService,
@@ -50,7 +49,11 @@ from rollmesh.collector.settings import (
     updated as updated,
 )
 from rollmesh.collector.sqlite import open_sqlite as open_sqlite
-from rollmesh.collector.store import LOAD_BYTES as LOAD_BYTES, Store as Store
+from rollmesh.collector.store import (
+    LOAD_BYTES as LOAD_BYTES,
+    Retention as Retention,
+    Store as Store,
+)
 from rollmesh.collector.streams import (
     Consumer as Consumer,
     Stream as Stream,

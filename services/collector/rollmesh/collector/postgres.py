@@ -14,11 +14,11 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TypeVar
 
 from rollmesh.collector.log import Arrival, Loaded, Page, Unit, split
-from rollmesh.collector.retention import Retention
 from rollmesh.collector.store import (
     LAST_SEQ,
     SCHEMA as TABLES,
     Packed,
+    Retention,
     Store,
     Transaction,
     Work,

@@ -194,7 +194,6 @@ class Teachers:
     """The models of a mesh that score trajectories."""
 
     def __init__(self, store: Store, engines: ScoringEngines) -> None:
-        """Takes an open store, and the engines of the mesh."""
         self._store = store
         self._engines = engines
         self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()

@@ -19,11 +19,10 @@ import grpc
 from rollmesh.collector import metrics
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.log import Arrival, abandoned_seat, kept_of, key_of
-from rollmesh.collector.retention import Retention
 from rollmesh.collector.scoring import Scoring, Teachers, wants_score
 from rollmesh.collector.settings import created
 from rollmesh.collector.sqlite import open_sqlite
-from rollmesh.collector.store import MOST_CHECKPOINTS, Store
+from rollmesh.collector.store import MOST_CHECKPOINTS, Retention, Store
 from rollmesh.collector.streams import Consumer, Subscriptions, check_count
 from rollmesh.mesh import Membership, ScoringEngines
 from rollmesh.runtime import WINDOW, alarms_of, clock, first_of

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeVar
 
 from rollmesh.collector.log import Arrival, damaged, split
-from rollmesh.collector.retention import Retention
 from rollmesh.collector.store import (
     RETRY_MS,
     SCHEMA as TABLES,
     Packed,
+    Retention,
     Store,
     Transaction,
     Work,

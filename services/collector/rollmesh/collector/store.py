@@ -17,6 +17,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
@@ -34,7 +35,6 @@ from rollmesh.collector.log import (
     Unit,
     own_log,
 )
-from rollmesh.collector.retention import REMEMBERED_MS, Retention
 from rollmesh.collector.settings import other_unit, updated
 from rollmesh.runtime import Row, Statements, check_current
 from rollmesh.runtime.codec import apply_rewards
@@ -67,6 +67,27 @@ _SCAN = 2000
 _GROUPS_AT_ONCE, _DUE_AT_ONCE, _REMOVED_AT_ONCE, _REMOVALS = 200, 200, 200, 20
 _MAX_TOKEN_DIGITS = 18
 _NO_END = 2**62
+
+
+REMEMBERED_MS = 30 * 24 * 3600 * 1000
+"""How long ids of removed sessions are kept, milliseconds. A gateway may resend until then."""
+_NEAR_FULL = 0.9
+"""Fraction of the room above which settled sessions are removed at once, oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long settled sessions are kept, and how many bytes may be stored."""
+
+    settled_ms: int
+    """How long settled sessions are kept for a backward `Seek`, milliseconds."""
+    max_bytes: int
+    """Stored bytes at which new sessions are rejected."""
+
+    def settled_before(self, stored_bytes: int, now_ms: int) -> int:
+        """Returns the time before which a unit must have been settled to be removed now."""
+        full = stored_bytes > _NEAR_FULL * self.max_bytes
+        return now_ms if full else now_ms - self.settled_ms
 
 
 class Packed(NamedTuple):

@@ -27,7 +27,7 @@ from rollmesh.collector.log import (
 from rollmesh.collector.scoring import Teachers
 from rollmesh.collector.settings import check_consumer_name, check_version
 from rollmesh.collector.store import Store, consumer_unknown
-from rollmesh.runtime import begun, check_current, clock, contained, finish
+from rollmesh.runtime import begun, check_current, clock, contained
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
     InvalidFieldError,
@@ -324,7 +324,7 @@ class Subscriptions:
 
         The consumers' state must reflect everything the store has committed.
         """
-        return await finish(self.tasks, work)
+        return await begun(self.tasks, work)
 
     async def create(self, consumer: pb.Consumer, start: pb.Position | None) -> pb.Consumer:
         """Creates a consumer.

@@ -24,7 +24,6 @@ class Workers:
     """A fixed number of workers. Each scores one session at a time."""
 
     def __init__(self, config: ScorerConfig) -> None:
-        """Takes the settings. Starts nothing."""
         self._workers = [_Worker(config) for _ in range(config.workers)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._waiting = 0

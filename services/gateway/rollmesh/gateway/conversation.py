@@ -287,7 +287,6 @@ class MessageReader:
     """
 
     def __init__(self) -> None:
-        """Starts without known conversations."""
         self._known: tuple[Conversation, ...] = ()
 
     def read(

@@ -67,7 +67,6 @@ class Journal(ABC):
     """One journal that this process may write. No other process may at the same time."""
 
     def __init__(self, journal_id: str, secret: bytes, epoch: int) -> None:
-        """Takes the journal's identity."""
         self.journal_id = journal_id
         """Prefix of the ids of its sessions."""
         self.secret = secret
@@ -765,7 +764,6 @@ class SqliteJournal(Journal):
     """The only journal of a file."""
 
     def __init__(self, database: Database, journal_id: str, secret: bytes) -> None:
-        """Takes the open file and its identity."""
         super().__init__(journal_id, secret, epoch=0)
         self._database = database
 

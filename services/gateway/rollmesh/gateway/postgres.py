@@ -93,7 +93,6 @@ class PostgresJournal(Journal):
     """A journal that this gateway has taken."""
 
     def __init__(self, writer: Lane, reader: Lane, row: Row) -> None:
-        """Takes the connections, and the id, the secret and the epoch of the journal."""
         super().__init__(*row)
         self._writer = writer
         self._reader = reader

@@ -115,7 +115,6 @@ class GroupSizes:
     """The sizes of the groups with open sessions."""
 
     def __init__(self) -> None:
-        """Starts without groups."""
         self._open: dict[GroupName, tuple[int, int]] = {}
         """The size and the number of open sessions, by group."""
 
@@ -163,7 +162,6 @@ class SentAnswers:
     """
 
     def __init__(self, store: Journal) -> None:
-        """Starts without answers. `store` is where they are recorded."""
         self._journal = store
         self._pending: deque[tuple[Session, int]] = deque(maxlen=_MAX_PENDING)
         self._added = asyncio.Event()
@@ -887,7 +885,6 @@ class ChatCall:
     """
 
     def __init__(self, registry: Registry, session: Session) -> None:
-        """Starts without turns. Takes the session and the registry that serves it."""
         self._registry = registry
         self._session = session
         self._turns: list[Turn] = []

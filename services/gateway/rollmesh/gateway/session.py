@@ -187,7 +187,6 @@ class Shared(Generic[_Result]):
     """Work that the choices of a request share. The first choice that needs it does it."""
 
     def __init__(self) -> None:
-        """Starts without a result."""
         self._working = asyncio.Lock()
         self._outcome: tuple[_Result] | RollmeshError | None = None
 
@@ -379,7 +378,6 @@ class EqualTurns:
     """
 
     def __init__(self) -> None:
-        """Starts without turns."""
         self._all: dict[Turn, None] = {}
         self._unsent: dict[Turn, None] = {}
         """Turns whose answers were not sent when they were last looked at."""
@@ -387,11 +385,9 @@ class EqualTurns:
         """Turns by the ids of the calls that joined them."""
 
     def __bool__(self) -> bool:
-        """Returns whether there is a turn."""
         return bool(self._all)
 
     def __iter__(self) -> Iterator[Turn]:
-        """Yields the turns, oldest first."""
         return iter(self._all)
 
     def add(self, turn: Turn) -> None:

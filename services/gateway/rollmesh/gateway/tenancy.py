@@ -396,7 +396,6 @@ class Tenancy:
     """The leases of the journals in a database that gateways share."""
 
     def __init__(self, journals: "PostgresJournals", gateway: Gateway, lease_ms: int) -> None:
-        """Takes the database, the gateway that serves its journals, and the time of a lease."""
         self._journals = journals
         self._gateway = gateway
         self._lease_ms = lease_ms

@@ -481,7 +481,6 @@ class Tree:
         """The budgets that stopped a request."""
 
     def __repr__(self) -> str:
-        """Describes the size of the tree."""
         return f"Tree({len(self._roots)} roots, {len(self.nodes)} nodes, {self.turns} turns)"
 
     def leaves(self) -> Iterator[Node]:

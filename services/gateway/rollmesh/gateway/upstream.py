@@ -93,7 +93,6 @@ class Upstream:
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "Upstream":
-        """Opens the pool of connections."""
         import aiohttp
 
         # A model that thinks is silent for long: the turn's own limit ends a call.
@@ -104,7 +103,6 @@ class Upstream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Closes the connections."""
         assert self._http is not None
         await self._http.close()
 

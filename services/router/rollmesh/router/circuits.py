@@ -34,7 +34,6 @@ class Circuit:
     __slots__ = ("_losses", "_openings", "_probing", "epoch", "state", "until_ms")
 
     def __init__(self) -> None:
-        """Starts closed."""
         self.state: router_pb2.CircuitState.ValueType = router_pb2.CIRCUIT_STATE_CLOSED
         self.until_ms = 0
         """Time at which an open circuit half-opens, on the monotonic clock."""

@@ -35,7 +35,6 @@ class Outbox:
     """The responses of one stream that its gateway has not read yet."""
 
     def __init__(self) -> None:
-        """Starts empty."""
         self.error: Exception | None = None
         """Why the stream has ended, or None if the gateway ended it."""
         self._responses: asyncio.Queue[leases_pb2.DispatchResponse | None] = asyncio.Queue()
@@ -65,7 +64,6 @@ class Dispatch:
     """All `Dispatch` streams of a router, and the timer of its lease table."""
 
     def __init__(self, table: LeaseTable, router_id: str) -> None:
-        """Takes the table and the router's id. Listens to the changes of the table's engines."""
         self._table = table
         self._welcome = leases_pb2.DispatchWelcome(router_id=router_id)
         self._outboxes: dict[str, Outbox] = {}

@@ -30,16 +30,13 @@ class Ranking(Generic[_Item, _Key]):
     __slots__ = ("_heap", "_keys")
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._keys: dict[_Item, _Key] = {}
         self._heap: list[tuple[_Key, _Item]] = []
 
     def __len__(self) -> int:
-        """Returns the number of items."""
         return len(self._keys)
 
     def __contains__(self, item: object) -> bool:
-        """Returns whether an item has a key."""
         return item in self._keys
 
     def key(self, item: _Item) -> _Key:
@@ -328,7 +325,6 @@ class Choice:
     """Engines that its gateway reported for an impossible answer, or cannot reach."""
 
     def __contains__(self, engine: object) -> bool:
-        """Returns whether an engine can be leased now."""
         if engine not in self.pool.engines or engine in self.left_out:
             return False
         assert isinstance(engine, Engine)

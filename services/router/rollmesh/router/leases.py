@@ -189,13 +189,11 @@ class Queue:
     """
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._round = 0
         self._lines: dict[Choice | Engine, _Line] = {}
         self._deadlines: Ranking[Request, tuple[int, int]] = Ranking()
 
     def __len__(self) -> int:
-        """Returns the number of waiting requests."""
         return len(self._deadlines)
 
     def add(self, request: Request) -> None:

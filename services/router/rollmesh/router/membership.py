@@ -84,7 +84,6 @@ class Members:
     """The replicas that are registered."""
 
     def __init__(self, missed_reports: int) -> None:
-        """Starts without members."""
         self._missed_reports = missed_reports
         self._members: dict[tuple[int, str], Member] = {}
         self._placements = 0

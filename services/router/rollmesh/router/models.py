@@ -52,7 +52,6 @@ class Models:
     """
 
     def __init__(self, fleet: Fleet, members: Members, config: RouterConfig) -> None:
-        """Takes the state of the mesh and the settings."""
         self._gathered_ms = clock.monotonic_ms() + config.gather_ms
         self.pins = Pins(config)
         """The pins of weights."""

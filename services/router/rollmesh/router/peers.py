@@ -44,7 +44,6 @@ class Peers(peers_pb2_grpc.PeerServiceServicer):
     def __init__(
         self, models: Models, config: RouterConfig, adopted: Callable[[str], None]
     ) -> None:
-        """Takes the models, the settings, and a callback with a model whose weights changed."""
         self._models = models
         self._config = config
         self._adopted = adopted

@@ -60,7 +60,6 @@ class Pins:
     """The pins of all models, and the pushes of weights that wait or are under way."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Takes the settings."""
         self._pin_ms, self._most_ms = config.pin_ms, config.max_pin_ms
         self._own: dict[str, dict[str, _Pin]] = {}
         self._pushes: Counter[str] = Counter()

@@ -22,7 +22,6 @@ from rollmesh.runtime import (
     check_current,
     check_run,
     contained,
-    finish,
     opened,
     run_of,
     start_of,
@@ -62,7 +61,6 @@ class Pushes:
     """
 
     def __init__(self, models: Models, config: RouterConfig) -> None:
-        """Takes the models and the settings."""
         self._models = models
         self._config = config
         self._claimed = 0
@@ -296,7 +294,7 @@ class Pushes:
             header.push_id = stored.push_id
             async for _ in chunks:
                 pass
-            return await finish(self._tasks, self._offer(stored, kept))
+            return await begun(self._tasks, self._offer(stored, kept))
         self._check(header, kept)
         if isinstance(header, engine_pb2.UpdateWeightsHeader):
             await self._models.pins.wait(kept.model, limit_s)
@@ -309,7 +307,7 @@ class Pushes:
             finally:
                 self._claimed -= size
         _log.info("%s pushed", _noun(header), extra=_what(header))
-        return await finish(self._tasks, self._store(header, kept, request_id))
+        return await begun(self._tasks, self._store(header, kept, request_id))
 
     def _check(self, header: Header, kept: KeptWeights) -> None:
         """Checks that a push can follow the kept ones."""

@@ -85,7 +85,6 @@ class RouterService(
     capabilities: frozenset[server_pb2.Capability.ValueType] = frozenset()
 
     def __init__(self, config: RouterConfig) -> None:
-        """Starts without members."""
         self.table = LeaseTable(
             imbalance_margin=config.imbalance_margin,
             queue_limit=config.queue_limit,

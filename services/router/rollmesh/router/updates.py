@@ -15,7 +15,7 @@ from rollmesh.router.engines import Engine, Revision
 from rollmesh.router.kept import Header, holds, revision_of
 from rollmesh.router.models import Models, call_engine, failed
 from rollmesh.router.peers import Peers
-from rollmesh.runtime import Backoff, finish
+from rollmesh.runtime import Backoff, begun
 from rollmesh.runtime.errors import (
     EngineFaultError,
     RollmeshError,
@@ -44,7 +44,6 @@ class Updates:
         config: RouterConfig,
         accept: Callable[[Engine, Header], Coroutine[Any, Any, None]],
     ) -> None:
-        """Takes the models, the other routers, the settings, and the acceptance of a push."""
         self._models = models
         self._peers = peers
         self._accept = accept
@@ -221,7 +220,7 @@ class Updates:
             self._models.loaded(engine, header)
             try:
                 # Runs to completion even if this update is superseded.
-                await finish(self._tasks, self._accept(engine, header))
+                await begun(self._tasks, self._accept(engine, header))
             except RollmeshError as error:
                 return failed(engine, error)
         return result
@@ -268,7 +267,7 @@ class Updates:
                     first.header.replaces.add(name=name, version=version)
                 result = await self._send(engine, first, call)
         if not result.status.code:
-            await finish(self._tasks, self._accept(engine, header))
+            await begun(self._tasks, self._accept(engine, header))
         return result
 
     async def _unload(self, engine: Engine, revision: Revision) -> _Result:

@@ -53,7 +53,6 @@ from rollmesh.mesh.leases import (
     OfferedVersions as OfferedVersions,
     Restating as Restating,
 )
-from rollmesh.mesh.retries import retried as retried
 from rollmesh.mesh.routers import (
     Membership as Membership,
     Preference as Preference,
@@ -61,6 +60,7 @@ from rollmesh.mesh.routers import (
     addresses_of as addresses_of,
     own_id as own_id,
     reachable as reachable,
+    retried as retried,
 )
 from rollmesh.mesh.scores import ScoringEngines as ScoringEngines, weights_of as weights_of
 from rollmesh.mesh.tunnels import (

@@ -82,13 +82,11 @@ class Suspects:
     """The requests that engines died of, as one process knows them."""
 
     def __init__(self) -> None:
-        """Starts without any."""
         self._records: OrderedDict[bytes, _Record] = OrderedDict()  # the last changed last
         self._quarantines: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Held by the request that runs in quarantine, by model."""
 
     def __len__(self) -> int:
-        """Returns the number of requests that are remembered."""
         return len(self._records)
 
     @asynccontextmanager

@@ -50,7 +50,6 @@ class Sampled:
     """None if they were not requested."""
 
     def __len__(self) -> int:
-        """Returns N."""
         return len(self.token_ids)
 
     def until(self, end: int) -> "Sampled":

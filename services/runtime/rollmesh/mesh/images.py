@@ -25,14 +25,12 @@ class HeldBytes:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Starts empty."""
         self._max_bytes = max_bytes
         self._images: OrderedDict[str, bytes] = OrderedDict()
         self.held_bytes = 0
         """Size of all images."""
 
     def __contains__(self, sha256: object) -> bool:
-        """Returns whether the bytes of an image are held."""
         return sha256 in self._images
 
     def take(self, images: Images) -> dict[str, bytes]:
@@ -110,7 +108,6 @@ class SentImages:
     """The images that one engine was sent, and so need not be sent again unless it asks."""
 
     def __init__(self) -> None:
-        """Starts without any."""
         self._sent: OrderedDict[str, None] = OrderedDict()  # the last used last
 
     def fill(self, images: Images, data: Mapping[str, bytes]) -> None:

@@ -45,7 +45,6 @@ class Holdings:
     """The leases of a gateway and the engines of its sessions."""
 
     def __init__(self) -> None:
-        """Starts empty."""
         self.leases: dict[str, leases_pb2.LeaseGrant] = {}
         """Grants by lease id."""
         self.sessions: dict[str, tuple[str, str]] = {}
@@ -72,7 +71,6 @@ class Restating:
     """
 
     def __init__(self, holdings: Holdings) -> None:
-        """Begins with the present holdings."""
         self._held = holdings
         self._leases = list(holdings.leases)
         self._sessions = dict.fromkeys(holdings.sessions)
@@ -337,7 +335,6 @@ class OfferedVersions:
     """
 
     def __init__(self) -> None:
-        """Starts without news."""
         self._models: dict[str, Offered] = {}  # without models of unknown versions
         self._epochs = itertools.count(1)
         self._lost_epoch = 0

@@ -59,7 +59,6 @@ class Preference:
     """
 
     def __init__(self, count: int, steady_ms: int = STEADY_MS) -> None:
-        """Starts with all of them down."""
         self._up_ms: list[int | None] = [None] * count
         self._was_down = [False] * count
         self._steady_ms = steady_ms
@@ -154,6 +153,7 @@ def _own_address(family: int, router: tuple[Any, ...]) -> str:
         return str(probe.getsockname()[0])
 
 
+_TRANSIENT = {"UNAVAILABLE", "RESOURCE_EXHAUSTED"}
 _log = logging.getLogger(__name__)
 _REPORT_MS = 1_000
 _ANSWER_S = 1.0
@@ -513,3 +513,41 @@ class Routers:
                 address, SHORT_KEEPALIVE_MS, identity=self._identity
             )
         return self._channels[address]
+
+
+# Calls of any service.
+
+
+async def retried(
+    call: Callable[[float], Awaitable[_Result]],
+    timeout_s: float,
+    *also: type[RollmeshError],
+) -> _Result:
+    """Returns the result of a call, retrying after transient errors.
+
+    Args:
+        call: Makes the call once, within the given number of seconds. Must be idempotent.
+        timeout_s: Time limit of all tries together, seconds.
+        also: Further errors that are transient for this call.
+
+    Raises:
+        RollmeshError: The error is permanent, or the time is over.
+    """
+    now = asyncio.get_running_loop().time
+    backoff = Backoff(_FIRST_CALL_RETRY_S, _LONGEST_CALL_RETRY_S)
+    deadline = now() + timeout_s
+    while True:
+        try:
+            with typed_errors():
+                return await call(deadline - now())
+        except RollmeshError as error:
+            asked_s = (error.retry_delay_ms or 0) / 1000
+            wait_s = max(asked_s, backoff.next_s())
+            silent = isinstance(error, RemoteError) and error.code == "DEADLINE_EXCEEDED"
+            transient = silent or error.code in _TRANSIENT or isinstance(error, also)
+            if not transient or now() + wait_s >= deadline:
+                if not silent:
+                    raise
+                said = f"no answer within {timeout_s:g} s: the service is away, or not at its "
+                raise RemoteError(f"{said}address", error.code) from error
+        await asyncio.sleep(wait_s)

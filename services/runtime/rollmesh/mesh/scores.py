@@ -8,7 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from rollmesh.mesh.directory import KEPT_MS, Directory
-from rollmesh.mesh.retries import retried
+from rollmesh.mesh.routers import retried
 from rollmesh.runtime import clock
 from rollmesh.runtime.access import Identity
 from rollmesh.runtime.errors import (

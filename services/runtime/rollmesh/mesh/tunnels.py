@@ -75,7 +75,6 @@ class Connection:
     """
 
     def __init__(self, tunnel: "Tunnel", number: int) -> None:
-        """Takes the tunnel that carries it, and its number there."""
         self.number = number
         self.sent = self.received = self.consumed = 0  # bytes, since it began
         self.told = 0  # consumed bytes of which the other end knows
@@ -183,7 +182,6 @@ class Tunnel:
         self._lost_ms = 0  # when its last call ended
 
     def __len__(self) -> int:
-        """Returns the number of its connections."""
         return len(self._connections)
 
     @property
@@ -473,14 +471,12 @@ class Tunnels(tunnels_pb2_grpc.TunnelServiceServicer):
     """Takes the tunnels of engines. Of one engine the newest counts."""
 
     def __init__(self) -> None:
-        """Starts without tunnels."""
         self._tunnels: dict[str, Tunnel] = {}  # by address
         self._numbers = itertools.count(1)
         self._scratch: Scratch | None = None
         self._ended = False
 
     def __len__(self) -> int:
-        """Returns the number of engines with a tunnel."""
         return len(self._tunnels)
 
     def end(self) -> None:

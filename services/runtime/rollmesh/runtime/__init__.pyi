@@ -76,7 +76,6 @@ from rollmesh.runtime.tasks import (
     Background as Background,
     begun as begun,
     contained as contained,
-    finish as finish,
     first_of as first_of,
 )
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256 as tokenizer_sha256

@@ -142,7 +142,6 @@ class Bounds:
         return "" if value <= self.most else f"give at most {self.most}"
 
     def __str__(self) -> str:
-        """Returns the phrase for the help."""
         at_least = f"at least {self.least}"
         return at_least if self.most == math.inf else f"{at_least}, at most {self.most}"
 
@@ -158,7 +157,6 @@ class OneOf:
         return "" if value in self.words else f"give one of {', '.join(self.words)}"
 
     def __str__(self) -> str:
-        """Returns the phrase for the help."""
         return f"one of {', '.join(self.words)}"
 
 
@@ -176,7 +174,6 @@ class HttpUrl:
         return "" if is_one or not value else "give a URL such as http://127.0.0.1:4318"
 
     def __str__(self) -> str:
-        """Returns the phrase for the help."""
         return "an http or https URL"
 
 

@@ -427,7 +427,6 @@ class SqliteStatements(Statements):
     """Statements on a connection to SQLite."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
-        """Takes the connection."""
         self._db = db
 
     def _execute(self, sql: str, parameters: Sequence[Any]) -> Any:

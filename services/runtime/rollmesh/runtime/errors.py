@@ -20,7 +20,6 @@ class RollmeshError(Exception):
     """Identifies the error for programs."""
 
     def __init_subclass__(cls, code: str = "", reason: str = "") -> None:
-        """Sets the code and the reason of a class, which inherits the others."""
         super().__init_subclass__()
         if code:
             cls.code = code

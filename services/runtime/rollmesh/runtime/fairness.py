@@ -16,7 +16,6 @@ class FairSlots:
     """
 
     def __init__(self, slots: int) -> None:
-        """Takes the number of slots. All are free."""
         self._free = slots
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._rounds: deque[str] = deque()

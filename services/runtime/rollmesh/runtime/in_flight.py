@@ -21,7 +21,6 @@ class BytesInFlight:
     """
 
     def __init__(self, most: int) -> None:
-        """Takes the limit in bytes."""
         self._most = most
         self._owned: Counter[str] = Counter()
         self.held = 0

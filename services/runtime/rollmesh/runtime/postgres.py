@@ -337,7 +337,6 @@ class Lane(AbstractAsyncContextManager["Lane"]):
     def __init__(
         self, address: Address, begin: str, name: str, *, is_pipelined: bool = False
     ) -> None:
-        """Takes the arguments of a `Connection`, and a name for the log."""
         self._connection = Connection(address, begin, is_pipelined=is_pipelined)
         self._patience_s = address.limits.silence_ms / 1000
         self._jobs = Jobs[Statements](_MAX_BATCH)

@@ -67,11 +67,6 @@ def _note_unseen(error: Exception) -> None:
         _log.warning("detached work failed", exc_info=error)
 
 
-async def finish(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Returns the result of work. The work completes even if this call is cancelled."""
-    return await begun(tasks, work)
-
-
 async def first_of(waits: Sequence[Coroutine[Any, Any, _Result]]) -> _Result:
     """Returns the result of the first of several waits that ends. The others are cancelled."""
     async with asyncio.TaskGroup() as group:
@@ -99,12 +94,10 @@ class Background(ABC):
     """A context with one task, which runs while it is entered."""
 
     def __init__(self) -> None:
-        """Starts nothing yet."""
         self._group = asyncio.TaskGroup()
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Starts the task and returns at once."""
         await self._group.__aenter__()
         self._task = self._group.create_task(self._stay())
         return self
@@ -115,7 +108,6 @@ class Background(ABC):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Cancels the task and waits for its end."""
         if self._task is not None:
             self._task.cancel()
         await self._group.__aexit__(None, None, None)

@@ -63,7 +63,8 @@ def address_of(peer: str) -> str:
     return peer.rpartition(":")[0] or peer
 
 
-_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+"""Of a call, as its servicer gets it."""
 _log = logging.getLogger(__name__)
 _NOBODY: frozenset[Role] = frozenset()
 _MOST_WAITING = 256
@@ -139,7 +140,7 @@ class Guard:
         return not self._certificates and not may_call(entry.method, entry.roles)
 
     async def admit(
-        self, entry: Entry, context: _Context, requests: AsyncIterator[Any] | None
+        self, entry: Entry, context: Context, requests: AsyncIterator[Any] | None
     ) -> None:
         """Returns if the caller may make a call, and sets `caller_roles`.
 

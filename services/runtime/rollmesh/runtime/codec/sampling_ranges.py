@@ -14,7 +14,6 @@ class Range(NamedTuple):
     most: float
 
     def __str__(self) -> str:
-        """Returns the range for an error message."""
         return f"{self.least:.6g} to {self.most:.6g}"
 
 

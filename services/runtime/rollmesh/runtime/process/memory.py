@@ -32,7 +32,6 @@ class FreedMemory:
     """
 
     def __init__(self) -> None:
-        """Starts without large requests."""
         self._timer: asyncio.TimerHandle | None = None
 
     def served(self, request_bytes: int) -> None:

@@ -36,11 +36,9 @@ class Scratch:
         self._lock.close()
 
     def __enter__(self) -> Path:
-        """Returns the folder."""
         return self.path
 
     def __exit__(self, *_: object) -> None:
-        """Removes the folder."""
         self.close()
 
 

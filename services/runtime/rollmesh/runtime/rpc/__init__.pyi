@@ -1,5 +1,6 @@
 """The door of `rollmesh.runtime.rpc`: its names for other rooms and tests."""
 
+from rollmesh.runtime.access.guard import Context as Context
 from rollmesh.runtime.rpc.channels import (
     KEEPALIVE_MS as KEEPALIVE_MS,
     SERVER_BOUNDS as SERVER_BOUNDS,
@@ -20,7 +21,7 @@ from rollmesh.runtime.rpc.channels import (
     typed_errors as typed_errors,
     withdraw_tunnel as withdraw_tunnel,
 )
-from rollmesh.runtime.rpc.interceptors import Context as Context, RpcInterceptor as RpcInterceptor
+from rollmesh.runtime.rpc.interceptors import RpcInterceptor as RpcInterceptor
 from rollmesh.runtime.rpc.listening import (
     GRACE_MS as GRACE_MS,
     Bound as Bound,

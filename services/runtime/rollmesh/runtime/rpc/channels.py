@@ -82,11 +82,9 @@ class RenewedChannel(grpc.aio.Channel):
     stream_stream: Any = partialmethod(_method, "stream_stream")
 
     async def __aenter__(self) -> "RenewedChannel":
-        """Returns itself."""
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Closes the channels."""
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:

@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from rollmesh.runtime.access.guard import Guard
+from rollmesh.runtime.access.guard import Context, Guard
 from rollmesh.runtime.codec.enums import check_enums
 from rollmesh.runtime.errors import (
     DeadlineError,
@@ -28,7 +28,6 @@ from rollmesh.runtime.telemetry import tracing
 from rollmesh.runtime.telemetry.logs import current_request_id, fields, set_request_id
 from rollmesh.runtime.telemetry.metrics import count_rpc
 
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _log = logging.getLogger(__name__)
 _RETRY_MS = 200
@@ -151,7 +150,6 @@ class _Call:
         return request
 
     def __aiter__(self) -> "_Call":
-        """Returns itself."""
         return self
 
     async def __anext__(self) -> Any:

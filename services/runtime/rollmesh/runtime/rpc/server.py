@@ -24,13 +24,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rollmesh.runtime import clock
-from rollmesh.runtime.access.guard import Guard
+from rollmesh.runtime.access.guard import Context, Guard
 from rollmesh.runtime.access.tls import TlsFiles
 from rollmesh.runtime.access.tokens import AcceptedTokens
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.runtime.in_flight import BytesInFlight
 from rollmesh.runtime.rpc.channels import SERVER_BOUNDS, WINDOW_OPTIONS, keepalive_options
-from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
+from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.runtime.rpc.listening import (
     Bound,
     PortInUseError,

@@ -36,7 +36,6 @@ class JsonFormatter(logging.Formatter):
     """
 
     def __init__(self, service: str) -> None:
-        """Makes a formatter that names `service` on every line."""
         super().__init__()
         self._service = service
 
