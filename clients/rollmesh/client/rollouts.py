@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import inspect
 import itertools
 import logging
@@ -1245,7 +1244,7 @@ class RolloutSummary:
         return [f"  {count} failed: {' '.join(text.split())}" for text, count in first]
 
 
-# Shows the progress of a rollout: a bar on a terminal with rich installed, otherwise lines.
+# Shows the progress of a rollout.
 
 Show: TypeAlias = Callable[[RolloutSummary], None]
 _LINE_MS = 5_000
@@ -1253,25 +1252,15 @@ _LINE_MS = 5_000
 
 @contextmanager
 def showing(total: int | None, *, wanted: bool | None) -> Iterator[Show]:
-    """Yields a function that shows a summary on standard error.
+    """Yields a function that shows a summary on standard error: a line every 5 s, and the last.
 
     Args:
         total: Number of seats. None if unknown.
         wanted: Whether to show anything. None: if standard error is a terminal.
     """
-    is_terminal = sys.stderr.isatty()
-    if not (is_terminal if wanted is None else wanted):
+    if not (sys.stderr.isatty() if wanted is None else wanted):
         yield lambda _: None
-    elif is_terminal and importlib.util.find_spec("rich"):
-        with _bar(total) as show:
-            yield show
-    else:
-        with _lines(total) as show:
-            yield show
-
-
-@contextmanager
-def _lines(total: int | None) -> Iterator[Show]:
+        return
     last: tuple[int, RolloutSummary | None] = (clock.monotonic_ms(), None)
 
     def show(summary: RolloutSummary) -> None:
@@ -1294,26 +1283,6 @@ def _write(summary: RolloutSummary, total: int | None) -> None:
     of = "" if total is None else f"/{total}"
     sys.stderr.write(f"rollout {summary.counts.total()}{of}: {summary}\n")
     sys.stderr.flush()
-
-
-@contextmanager
-def _bar(total: int | None) -> Iterator[Show]:
-    from rich import console, progress  # optional
-
-    columns: tuple[Any, ...] = (
-        progress.TextColumn("rollout"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("{task.fields[text]}"),
-    )
-    with progress.Progress(*columns, console=console.Console(stderr=True)) as bar:
-        task = bar.add_task("rollout", total=total, text="")
-
-        def show(summary: RolloutSummary) -> None:
-            bar.update(task, completed=summary.counts.total(), text=str(summary).partition("\n")[0])
-
-        yield show
 
 
 Samples: TypeAlias = Iterable[Any] | AsyncIterable[Any]
@@ -1582,7 +1551,7 @@ def _deliveries(
 
 
 def _total(samples: Samples, n: int) -> int | None:
-    """Returns the number of seats, for the progress bar. None if it is not known."""
+    """Returns the number of seats, for the progress. None if it is not known."""
     if isinstance(samples, (list, tuple)):
         return sum((isinstance(one, Group) and one.n) or n for one in samples)
     return len(samples) * n if isinstance(samples, Sized) else None

@@ -3,7 +3,6 @@
 import io
 import os
 import pty
-import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -11,9 +10,6 @@ from contextlib import contextmanager, redirect_stderr
 import pytest
 
 from rollmesh.client import RolloutSummary, showing
-
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
 
 def summary(completed: int, failed: int = 0) -> RolloutSummary:
@@ -30,13 +26,9 @@ def fail_after_one() -> None:
 class Terminal:
     """A terminal in the place of standard error."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self._reading, writing = pty.openpty()
         self.stream = os.fdopen(writing, "w")
-        monkeypatch.setenv("TERM", "xterm-256color")
-        monkeypatch.setenv("COLUMNS", "160")
-        for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-            monkeypatch.delenv(name, raising=False)
 
     def read(self) -> str:
         """What was written. Ends the terminal."""
@@ -56,8 +48,8 @@ def _read(descriptor: int) -> bytes:
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    return Terminal(monkeypatch)
+def terminal() -> Terminal:
+    return Terminal()
 
 
 @pytest.fixture
@@ -72,37 +64,10 @@ def clock_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield now
 
 
-@pytest.mark.parametrize(("total", "shown"), [(4, "3/4"), (None, "3/?")])
-def test_on_a_terminal_a_bar_counts_the_places_that_ended(
-    terminal: Terminal, total: int | None, shown: str
-) -> None:
-    with redirect_stderr(terminal.stream), showing(total, wanted=None) as show:
-        show(summary(1))
-        show(summary(2, failed=1))
-    text = terminal.read()
-    last = ESCAPES.sub("", text).rstrip().splitlines()[-1]
-    assert shown in last
-    assert "completed 2, failed 1" in last
-    assert text.count(HIDE) == text.count(SHOW) == 1
-
-
-def test_an_exception_leaves_the_terminal_clean(terminal: Terminal) -> None:
-    with redirect_stderr(terminal.stream), pytest.raises(ValueError, match="agent"):
-        fail_after_one()
-    text = terminal.read()
-    assert "1/4" in text
-    assert text.rindex(SHOW) > text.rindex(HIDE)  # the cursor is there again,
-    assert ESCAPES.sub("", text).endswith("\n")  # on a line of its own
-
-
-def test_on_a_terminal_without_rich_there_are_lines(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+def test_on_a_terminal_there_are_lines(terminal: Terminal) -> None:
     with redirect_stderr(terminal.stream), showing(4, wanted=None) as show:
         show(summary(3, failed=1))
-    text = terminal.read()
-    assert text.strip() == "rollout 4/4: completed 3, failed 1"
+    assert terminal.read().strip() == "rollout 4/4: completed 3, failed 1"
 
 
 @pytest.mark.parametrize("wanted", [None, False], ids=["nobody looks", "progress=False"])
