@@ -4,6 +4,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
+from rollmesh.runtime import ByteCache
 from rollmesh.runtime.errors import ImageUnknownError, InvalidFieldError, InvalidImageError
 from rollmesh.v1 import engine_pb2
 
@@ -17,21 +18,8 @@ _SENT = 16_384
 _MESSAGE_BYTES = 32 * 1024 * 1024
 
 
-class HeldBytes:
-    """The most recently used images up to a number of bytes.
-
-    Weights do not change them, so they outlive every push. Invariant: the sizes add up to
-    `held_bytes`, which is at most the bound after each call.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._images: OrderedDict[str, bytes] = OrderedDict()
-        self.held_bytes = 0
-        """Size of all images."""
-
-    def __contains__(self, sha256: object) -> bool:
-        return sha256 in self._images
+class HeldBytes(ByteCache[str, bytes]):
+    """The most recently used images by hash. Weights do not change them: they outlive a push."""
 
     def take(self, images: Images) -> dict[str, bytes]:
         """Returns the bytes of images by hash. Holds those that came, also if others are missing.
@@ -41,24 +29,14 @@ class HeldBytes:
         """
         found = {image.sha256: image.data for image in images if image.data}
         for image in images:
-            if image.sha256 in self._images:
-                found.setdefault(image.sha256, self._images[image.sha256])
+            if (held := self.find(image.sha256)) is not None:
+                found.setdefault(image.sha256, held)
         for sha256, data in found.items():
-            self._hold(sha256, data)
+            self.add(sha256, data, len(data))
         missing = list(dict.fromkeys(one.sha256 for one in images if one.sha256 not in found))
         if missing:
             raise ImageUnknownError.of(missing[:_NAMED], len(missing))
         return found
-
-    def _hold(self, sha256: str, data: bytes) -> None:
-        if sha256 in self._images:
-            self._images.move_to_end(sha256)
-            return
-        self._images[sha256] = data
-        self.held_bytes += len(data)
-        while self.held_bytes > self._max_bytes:
-            _, dropped = self._images.popitem(last=False)
-            self.held_bytes -= len(dropped)
 
 
 def check_places(images: Images, prompt_tokens: int, most: int = MOST_IMAGES) -> None:

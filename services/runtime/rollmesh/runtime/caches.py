@@ -38,6 +38,9 @@ class ByteCache(Generic[_Key, _Value]):
         self.add(key, value, size)
         return value
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
     def find(self, key: _Key) -> _Value | None:
         """Returns the value of a key, or None if it is not cached."""
         with self._lock:
