@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import TypeVar
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, TypeVar
 
 from rollmesh.chat import ModelTokenizer
 from rollmesh.chat.parsing import AnswerFormat
@@ -13,41 +12,33 @@ from rollmesh.chat.templates import Continuation, SpecialText
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.journal import ModelFiles
 from rollmesh.gateway.tree import Tree
-from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.mesh import Failover, LeaseClient
+from rollmesh.runtime import FairSlots
 from rollmesh.v1 import session_pb2
 
-# Fair scheduling of threaded work between sessions.
-#
-# A session that waits for a thread waits for one piece of work of each other session, not for their
-# complete queues.
+if TYPE_CHECKING:
+    from rollmesh.gateway.vllm_parser import VllmParser
 
 _Result = TypeVar("_Result")
 
 
 class FairExecutor:
-    """Runs the work of many owners in a few threads, round-robin, one piece at a time.
-
-    Each owner has at most one piece among those that wait for a thread, first come, first served.
-    """
+    """Runs the work of many owners in a few threads, one piece at a time. Owners take turns."""
 
     def __init__(self, executor: Executor, workers: int) -> None:
-        """Takes the threads and the number of pieces of work that run at a time."""
         self._executor = executor
-        self._free = asyncio.Semaphore(workers)
-        self._queues: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._slots = FairSlots(workers)
 
     async def run(self, owner: str, work: Callable[[], _Result]) -> _Result:
         """Runs work once it is the owner's turn and returns its result.
 
         A caller that is cancelled while it waits is skipped. Work that has started runs to
-        completion.
+        completion, and has its slot until then.
         """
         loop = asyncio.get_running_loop()
-        async with self._queues.setdefault(owner, asyncio.Lock()):
-            await self._free.acquire()
+        await self._slots.take(owner)
         running = self._executor.submit(work)
-        running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free.release))
+        running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._slots.give))
         return await asyncio.wrap_future(running)
 
 
@@ -85,7 +76,7 @@ class Deps(BaseDeps):
     """How answers hold reasoning and tool calls."""
     special_text: SpecialText
     """How the template sees text from outside that spells special tokens."""
-    vllm_parser: VllmParser | None
+    vllm_parser: "VllmParser | None"
     failover: Failover
     max_context_tokens: int
     vocabulary_tokens: int

@@ -38,7 +38,6 @@ from rollmesh.gateway.responses import (
 from rollmesh.gateway.servicer import GatewayAdminServicer, GatewayServicer
 from rollmesh.gateway.tenancy import Gateway, Tenancy
 from rollmesh.gateway.upstream import Upstream, UpstreamDeps
-from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.internal.v1 import tunnels_pb2_grpc
 from rollmesh.mesh import (
     CollectorDirectory,
@@ -62,8 +61,9 @@ from rollmesh.v1 import (
     session_pb2,
 )
 
-if TYPE_CHECKING:  # a journal in a file does not need the database's driver
+if TYPE_CHECKING:  # other journals and parsers need less
     from rollmesh.gateway.postgres import PostgresJournals
+    from rollmesh.gateway.vllm_parser import VllmParser
 
 _log = logging.getLogger(__name__)
 
@@ -341,9 +341,11 @@ class GatewayService:
         texts = self._tokenizer.special_texts
         return tuple(text for text in texts if self._tokenizer.special_id(text) not in ends)
 
-    def _vllm_parser(self, stack: AsyncExitStack) -> VllmParser | None:
+    def _vllm_parser(self, stack: AsyncExitStack) -> "VllmParser | None":
         if not self._format.tools.startswith(VLLM):
             return None
+        from rollmesh.gateway.vllm_parser import VllmParser
+
         parser = VllmParser(
             self._format.tools.removeprefix(VLLM),
             self._config.model_path,
