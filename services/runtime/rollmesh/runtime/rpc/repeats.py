@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError
+from rollmesh.runtime.errors import RepeatConflictError, check_name
 
 REMEMBERED = 4096
 """Number of calls whose answers are kept. The contract states it."""
-_MAX_ID_CHARS = 128
 _DIGEST_BYTES = 16
 _Answer = TypeVar("_Answer")
 
@@ -49,8 +48,7 @@ class Repeats:
         """
         if not request.request_id:
             return await work()
-        if len(request.request_id) > _MAX_ID_CHARS:
-            raise InvalidFieldError("request_id", f"is longer than {_MAX_ID_CHARS} characters")
+        check_name("request_id", request.request_id)
         key, digest = (type(request), request.request_id), digest_of(request)
         while (known := self._calls.get(key)) is not None:
             if known.digest != digest:
