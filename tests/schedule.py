@@ -34,6 +34,7 @@ _GROUPS = (
     ("tests/gateway/turns/test_prompt.py", "templates"),
     ("tests/faults/test_tunnels_of_vllm.py", "vllm"),
     ("tests/pairs/test_scores_beside_weights.py", "vllm"),
+    ("tests/harbor/test_trainers.py", "ray"),  # for the imports of TRL
     ("tests/harbor/", None),
     ("tests/router/test_control_repeats.py", None),  # these wait
     ("tests/faults/", None),

@@ -15,7 +15,7 @@ CHAT = [reply for _, reply in dialogues.CHAT]
 QUESTIONS = (dialogues.QUESTION, dialogues.LAST)
 ANSWERS = [dialogues.ANSWER, dialogues.FAREWELL]
 LONG = pytest.mark.long
-"""Of a way to call an SDK of which another way is in `make test`."""
+"""Of a way to use an SDK or an agent of which another way is in `make test`."""
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,7 @@ async def test_mini_swe_agent_solves_its_task_in_one_exact_trajectory(
     check_main(agents_mesh, result, [reply for _, reply in dialogues.MINI])
 
 
+@LONG
 async def test_mini_swe_agent_with_commands_in_its_text_is_one_exact_trajectory(
     agents_mesh: Mesh, outside: Outside, tmp_path: Path
 ) -> None:
@@ -105,6 +106,7 @@ async def test_mini_swe_agent_with_commands_in_its_text_is_one_exact_trajectory(
     check_main(agents_mesh, result, [reply for _, reply in dialogues.MINI_TEXT])
 
 
+@LONG
 async def test_mini_swe_agent_knows_a_conversation_that_grew_too_long(
     agents_mesh: Mesh, outside: Outside, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         yield running
 
 
+@pytest.mark.long
 async def test_three_clients_talk_to_two_models_at_once(
     fleet: Fleet, outside: Outside, tmp_path: Path
 ) -> None:

@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.harbor.serving import PYTHON, server_side
 from tests.paths import ROOT
 from tests.processes import run_to_end
@@ -17,6 +19,7 @@ NAMES = {
 UNREGISTERED = {"terminus", "terminus-1"}  # names without an agent
 
 
+@pytest.mark.long
 async def test_the_page_lists_every_agent_and_whether_the_relay_takes_it(tmp_path: Path) -> None:
     environ = os.environ | server_side(tmp_path)
     script = Path(__file__).parent / "server_side" / "relayed.py"

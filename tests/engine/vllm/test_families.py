@@ -14,7 +14,7 @@ from tests import models
 from tests.engine.engines import PROMPT, Engine, engine_with
 from tests.processes import running
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(600)]
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -36,8 +36,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm4": {},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
-SHORT = "Qwen3Moe"
-"""Of `make test`. Its experts are padded and fused."""
 FUSED = {"Qwen3Moe", "Mixtral"}
 """transformers 5 fuses their experts, and its `save_pretrained` does not."""
 
@@ -78,14 +76,7 @@ async def check(engine: Engine, model: Any) -> None:
     assert np.abs(own - result.logprobs).max() < 1e-3  # other weights differ by more than 1
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(one, id=one, marks=[] if one == SHORT else [pytest.mark.long])
-        for one in FAMILIES
-        if one != "GptOss"
-    ],
-)
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one != "GptOss"])
 async def test_a_push_samples_as_torch_does(family: str, tmp_path: Path) -> None:
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -110,7 +101,6 @@ async def test_a_push_samples_as_torch_does(family: str, tmp_path: Path) -> None
             await check(engine, made[2])
 
 
-@pytest.mark.long
 async def test_weights_that_vllm_does_not_reload_end_the_engine(tmp_path: Path) -> None:
     """They would be sampled with under the new version otherwise."""
     made = [make("GptOss", tmp_path / str(seed), seed) for seed in range(2)]

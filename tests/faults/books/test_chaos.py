@@ -67,6 +67,7 @@ async def test_a_few_failures_of_every_kind_lose_and_double_nothing(tmp_path: Pa
     assert {name: found[name] for name in _WRONG} == dict.fromkeys(_WRONG, 0)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_a_few_failures_lose_and_double_nothing_over_tls_with_tokens(tmp_path: Path) -> None:
     found = await chaos(tmp_path, 15, 8, "--locked")
