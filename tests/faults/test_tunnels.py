@@ -24,6 +24,7 @@ from rollmesh.mesh import (
     Order,
     Tunnels,
 )
+from rollmesh.runtime.access import write_private
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
 from rollmesh.runtime.rpc import (
     RpcInterceptor,
@@ -182,6 +183,42 @@ async def test_pushes_and_scores_go_through_tunnels_with_tokens_and_tls(
                 agent = mesh.openai(session)
                 answer = await agent.chat.completions.create(**ASK)
                 assert answer.choices[0].message.content == REPLY
+
+
+LONG = " ".join(f"Word {at}." for at in range(200))
+
+
+async def test_an_engine_whose_token_is_removed_loses_its_tunnels_and_another_goes_on(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    locks = Locks(tmp_path / "tokens")
+    accepted = locks.folder / "accepted" / "engine"
+    write_private(tmp_path, {"near.token": b"n" * 32, "both": b"", "only": b"n" * 32})
+    (tmp_path / "both").write_text(f"{accepted.read_text()}\n{'n' * 32}\n")
+    (tmp_path / "both").replace(accepted)
+    async with scripted_mesh(
+        tmp_path, tokenizer_dir, [("plain", LONG)], locks=locks, dial_out=True, tokens_per_second=2
+    ) as mesh:
+        async with mesh.client() as client:
+            async with client.session() as session:
+                agent = mesh.openai(session)
+                pieces = aiter(await agent.chat.completions.create(**ASK, stream=True))
+                text = ""
+                while not text.startswith("Word"):
+                    text += (await anext(pieces)).choices[0].delta.content or ""
+                near = {"token_file": tmp_path / "near.token", "engine_id": "near", "port": 0}
+                await mesh.start("engine", **near, tokens_per_second=0)
+                (tmp_path / "only").replace(accepted)
+                text += "".join([one.choices[0].delta.content or "" async for one in pieces])
+                assert text == LONG
+                again = await agent.chat.completions.create(**ASK, seed=1)
+                assert again.choices[0].message.content == LONG
+            first, second = (await delivered(client, session)).trajectories
+        spans = [[one.engine_id for one in row.path.version_spans] for row in (first, second)]
+        assert spans == [["engine-0", "near"], ["near"]]
+        assert "MIGRATED" in first.reasons
+        sampled = Tokenizer(tokenizer_dir).encode(f"{LONG}<|im_end|>").tolist()
+        assert first.token_ids[first.prompt_tokens :].tolist() == sampled
 
 
 # One process at one of the ends.

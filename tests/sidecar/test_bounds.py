@@ -3,7 +3,7 @@
 import asyncio
 import os
 import socket
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import orjson
@@ -23,6 +23,7 @@ from tests.sidecar.wires import (
     HEALTH,
     MEGABYTES,
     TIMEOUT_S,
+    Wire,
     held_bytes,
     refused,
     repeated,
@@ -246,6 +247,35 @@ async def test_the_longest_idle_connection_gives_its_place_to_a_new_one() -> Non
         await second.send([HEALTH])
         for wire in (busy, second):
             assert (await wire.answer())[0] == 200
+
+
+async def test_idle_connections_give_their_places_while_the_sidecar_drains() -> None:
+    gateway, go_on = ScriptedGateway(), asyncio.Event()
+    gateway.script = waiting(go_on.wait, [], [done("Hello")])
+
+    async def come_until_nobody_listens(url: str, busy: Wire, idle: Wire) -> None:
+        with suppress(OSError):
+            while True:
+                async with wired(url):
+                    pass
+        assert await idle.rest() == b""
+        go_on.set()
+        status, _, body = await busy.answer()
+        assert (status, b"Hello" in body) == (200, True)
+        assert await busy.rest() == b""
+
+    async with AsyncExitStack() as wires, asyncio.TaskGroup() as tasks:
+        async with served(gateway, max_connections=2) as (url, _):
+            busy, idle = [await wires.enter_async_context(wired(url)) for _ in range(2)]
+            await busy.send([CHAT + b"\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY])
+            await until(lambda: has_asked(gateway))
+            await idle.send([HEALTH])
+            assert (await idle.answer())[0] == 200
+            tasks.create_task(come_until_nobody_listens(url, busy, idle))
+
+
+async def has_asked(gateway: ScriptedGateway) -> bool:
+    return bool(gateway.requests)
 
 
 @pytest.mark.parametrize("steps", range(3))

@@ -9,7 +9,9 @@ import openai
 import pytest
 from anthropic import AsyncAnthropic
 
+from rollmesh.record import documents_of, leaves_as_result, rows_of
 from tests.meshes import Mesh, delivered
+from tests.processes import running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 RULES = [("plain", "The answer is 42."), ("sum", "A summary of the work.")]
@@ -143,6 +145,70 @@ async def test_a_bad_edge_in_metadata_is_named_and_its_request_is_no_turn(
             answer = await http_post(f"{session.base_url}/chat/completions", body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
         assert (await delivered(client, session)).turns == 0
+
+
+async def test_a_rejected_compaction_owns_no_shared_step_in_rows_the_viewer_and_atif(
+    shared: Mesh,
+) -> None:
+    """Though it comes before the turn that goes on, and its sub-agent has the main prompt."""
+    async with shared.client() as client:
+        async with client.session(record_messages=True) as session:
+            agent = shared.openai(session)
+
+            async def ask(name: str, messages: list[Any], *edges: dict[str, str]) -> dict[str, str]:
+                given = {KEY: json.dumps({"edges": edges})} if edges else {}
+                answer = await agent.chat.completions.create(
+                    model="policy", messages=messages, metadata=given, extra_headers=named(name)
+                )
+                return {"role": "assistant", "content": answer.choices[0].message.content or ""}
+
+            begun: list[Any] = [user("plain")]
+            begun.append(await ask("m1", begun))
+            rejected = edge("m1", "compaction_attempt", "attempt")
+            await ask("attempt", [*begun, user("sum up")], rejected)
+            await ask("m2", [*begun, user("plain, go on")])
+            await ask("s1", [user("plain, alone")], edge("m2", "subagent_call", "s1"))
+        result = await delivered(client, session)
+        (stored,) = await client.stored_sessions(session_id=session.session_id, arrays=True)
+        record = stored.session
+        by_name = {one.segments[-1].model_request_ids[0]: one for one in result.trajectories}
+        labels = {name: (one.lineage, one.lineage_source) for name, one in by_name.items()}
+        assert labels == {
+            "attempt": ("COMPACTION", "DECLARED"),
+            "m2": ("MAIN", "RULE"),
+            "s1": ("SUB_AGENT", "DECLARED"),
+        }
+        rows = {one["trajectory_id"]: one for one in rows_of(record)}
+        trained = {name: sum(rows[one.trajectory_id]["loss_mask"]) for name, one in by_name.items()}
+        assert trained["attempt"] == 0
+        prompt = by_name["m2"].prompt_tokens
+        assert rows[by_name["m2"].trajectory_id]["loss_mask"][prompt]
+        assert {"SHARED_PREFIX", "COMPACTION_REJECTED"} <= set(by_name["attempt"].reasons)
+        assert "SHARED_PREFIX" not in by_name["m2"].reasons
+        async with (
+            running(
+                "view",
+                shared.folder / "lineage",
+                router=shared.address("router"),
+                collector=shared.address("collector"),
+            ) as process,
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{process.port}", timeout=60) as http,
+        ):
+            shown = (await http.get("/api/session", params={"id": session.session_id})).json()
+        paths = {one["trajectory_id"]: one for one in shown["paths"]}
+        for name, one in by_name.items():
+            path = paths[one.trajectory_id]
+            assert (path["lineage"], "declared" in path["label"]) == (one.lineage, name != "m2")
+        documents = {one["trajectory_id"]: one for one in documents_of(leaves_as_result(record))}
+        main, attempt = (documents[by_name[name].trajectory_id] for name in ("m2", "attempt"))
+        copied = [
+            [step.get("is_copied_context", False) for step in one["steps"]]
+            for one in (main, attempt)
+        ]
+        assert copied == [[False] * 4, [True, True, False, False]]
+        assert not any("continued_trajectory_ref" in one for one in documents.values())
+        (sub,) = main["subagent_trajectories"]
+        assert sub["trajectory_id"] == by_name["s1"].trajectory_id
 
 
 async def http_post(url: str, body: Any) -> httpx2.Response:
