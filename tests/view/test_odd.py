@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import numpy as np
 import pytest
@@ -93,6 +93,11 @@ def sessions() -> Iterator[session_pb2.SessionRecord]:
     unsaid.messages[0].data, unsaid.messages[0].data_bytes = b"", 0
     unsaid.messages[1].data = b'[{"role": "assistant", "content": "an answer"}]'
     yield unsaid
+    yield branches()
+    yield said("huge", [{"role": "user", "content": "q"}], [{"role": "assistant", **HUGE}])
+    named = record("named")
+    named.run_id = named.metadata["task"] = NAME
+    yield named
 
 
 LONG = "🎉" * 300_000 + "end"
@@ -101,6 +106,27 @@ SHAPES: tuple[list[Any], list[Any]] = (
     [{"role": "user", "content": [None, "text", 5, {"type": "image_url"}]}],
     [{"role": "assistant", "content": {"a": 1}, "tool_calls": CALLS, "reasoning_content": ["r"]}],
 )
+
+
+BRANCHES = 300
+NAME = ("🎉🧑\u200d🚀שלום\u202eعربي" * 40)[:500]
+ARGUMENTS = json.dumps([{"key": at, "value": "x" * 60} for at in range(25_000)])
+CALL = {"id": "call-1", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
+HUGE: dict[str, Any] = {"content": None, "tool_calls": [CALL]}
+
+
+def branches() -> session_pb2.SessionRecord:
+    """A question with an answer in each of its paths. The last is the main one."""
+    session = record("branches")
+    del session.trajectories[:]
+    for node_id in range(2, BRANCHES + 2):
+        row = session.trajectories.add()
+        row.CopyFrom(trajectory("branches"))
+        row.trajectory_id, row.leaf_node_id = f"branches-{node_id}", node_id
+        row.segments[1].node_id = node_id
+        row.lineage = trajectory_pb2.LINEAGE_SIBLING
+    session.trajectories[-1].lineage = trajectory_pb2.LINEAGE_MAIN
+    return session
 
 
 def said(name: str, *messages: list[Any]) -> session_pb2.SessionRecord:
@@ -182,6 +208,43 @@ async def test_nodes_whose_messages_are_empty_are_shown_and_said_to_lack_them(pa
     await page.open("#/session/unsaid", "No messages and no tokens of this node are recorded")
     drawn = "document.querySelectorAll('section.node').length"
     assert (await page.run(drawn), "answer" in await page.run(TEXT)) == (2, True)
+    assert page.events == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+async def test_no_page_is_wider_than_a_narrow_screen(page: Page, theme: str) -> None:
+    assert len(ARGUMENTS) > 2_000_000
+    size = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": False}
+    await page.call("Emulation.setDeviceMetricsOverride", **size)
+    at = "document.querySelector('main').dataset.at === location.hash"
+    try:
+        await page.run(f"document.documentElement.dataset.theme = {json.dumps(theme)}")
+        for address in (
+            *("#/run", f"#/run?run_id={quote(NAME)}", "#/groups", "#/sessions", "#/evaluations"),
+            *("#/session/branches", "#/session/huge", "#/session/named", "#/compare/named/huge"),
+            "#/nothing",
+        ):
+            await page.run(f"location.hash = {json.dumps(address)}")
+            await page.until(at)
+            widths = "[document.scrollingElement.scrollWidth, innerWidth]"
+            wide, screen = await page.run(widths)
+            assert wide <= screen, address
+        assert page.events == []
+    finally:
+        await page.call("Emulation.clearDeviceMetricsOverride")
+        await page.run("document.documentElement.dataset.theme = 'light'")
+
+
+async def test_three_hundred_branches_are_walked_by_keyboard(page: Page) -> None:
+    await page.open("#/session/branches", "Session branches")
+    await page.tab_to(f"{BRANCHES + 1} assistant, sampled, 4 tokens, main")
+    for _ in range(2):
+        await page.press("ArrowLeft")
+    await page.press("Enter")
+    node = "document.querySelector('section.node:last-child').getAttribute('aria-label')"
+    await page.until(f"{node} === 'Node {BRANCHES - 1}'")
+    focused = "document.activeElement.dataset.nodes"
+    assert await page.run(focused) == str(BRANCHES - 1)
     assert page.events == []
 
 
