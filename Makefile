@@ -161,7 +161,7 @@ PYTEST = .venv/bin/python -m pytest -n $(TEST_WORKERS) --durations=20
 test: $(TESTED) ## Runs the tests, in minutes; build/test.txt shows which one is running
 	$(PYTEST) -q -m "not long" --progress=build/test.txt
 
-test-long: $(TESTED) .venv-fast/.ready .venv-templates/.ready ## Runs the tests that take minutes each: learning, soak, kills, tensor parallel
+test-long: $(TESTED) .venv-fast/.ready .venv-templates/.ready ## Runs the tests that take long, and further cases of slow kinds: learning, soak, kills, more models and trainers
 	$(PYTEST) -v -m long --progress=build/test-long.txt
 
 test-fast: $(FAST)/.ready ## Runs the tests that need no vLLM, trainer, agent, PostgreSQL or whole mesh: what to run while writing

@@ -58,7 +58,7 @@ async def named(
                 await act()
             return next((one for one in found if one.name == name), None)
 
-        alarm = await until(look, 60)
+        alarm = await until(look)
         assert alarm is not None
         return alarm
 

@@ -30,6 +30,8 @@ from tests.processes import running
 
 DATA = save({"w": np.zeros(4, np.float32)})
 REPLY = 200
+slowly = pytest.mark.parametrize("engine", [25], indirect=True)
+"""With an engine of so few tokens per second that what follows is in the middle of an answer."""
 HEADER = engine_pb2.AdapterHeader(
     adapter=sampling_pb2.AdapterRef(name="math", version=1),
     config_json=json.dumps(CONFIG),
@@ -39,11 +41,14 @@ SCRIPTED = EngineConfig(backend="scripted", max_adapters=2)
 
 
 @pytest.fixture
-async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
+async def engine(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Engine]:
     """A scripted engine with room for two revisions."""
+    rate = getattr(request, "param", 500)
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
-    flags = {"max_adapters": 2, "reply_tokens": REPLY, "tokens_per_second": 500}
+    flags = {"max_adapters": 2, "reply_tokens": REPLY, "tokens_per_second": rate}
     async with (
         running("engine", tmp_path, backend="scripted", **flags) as process,
         open_channel(process.address) as channel,
@@ -98,6 +103,7 @@ async def test_an_adapter_that_is_not_loaded_is_a_refusal_with_its_reason(engine
             await generate(engine, 5, **wrong)
 
 
+@slowly
 async def test_a_revision_that_is_unloaded_serves_its_generations_to_their_end(
     engine: Engine,
 ) -> None:
@@ -122,6 +128,7 @@ async def test_a_revision_that_is_unloaded_serves_its_generations_to_their_end(
     assert await engine.unload_adapter("math") == []
 
 
+@slowly
 async def test_a_revision_that_is_loaded_again_before_its_last_generation_ends_is_used_again(
     engine: Engine,
 ) -> None:

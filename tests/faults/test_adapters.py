@@ -14,7 +14,7 @@ from tests.engine.engines import CONFIG
 from tests.processes import running
 from tests.router.routers import generating, running_router
 
-REPLY = 400
+REPLY, LONG = 400, 1900
 ADAPTER = sampling_pb2.AdapterRef(name="math", version=3)
 
 
@@ -22,10 +22,10 @@ PROMPT = [5, 6, 7]
 LORA = {**CONFIG, "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
-def order() -> Order:
+def order(tokens: int = REPLY) -> Order:
     request = engine_pb2.GenerateRequest(
         token_ids_u32le=np.array(PROMPT, "<u4").tobytes(),
-        sampling=sampling_pb2.SamplingParams(max_tokens=REPLY, ignore_eos=True),
+        sampling=sampling_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True),
         adapter=ADAPTER,
     )
     return Order(Generation(request), "s", 8, 0, 60_000, 120_000, is_sent=lambda: True)
@@ -74,19 +74,19 @@ async def test_a_pinned_revision_continues_on_another_vllm_with_the_log_probs_of
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(running_router(tmp_path))
         flags = {"router": router.address, "backend": "vllm", "model_path": model}
-        flags |= {"dtype": "float32", "enforce_eager": True, "max_context_tokens": 512}
+        flags |= {"dtype": "float32", "enforce_eager": True, "max_context_tokens": 2048}
         flags |= {"max_adapters": 5, "max_adapter_rank": 4}
         engines = {}
         for name in ("first", "second"):
             engine = running("engine", tmp_path / name, engine_id=name, **flags)
             engines[name] = await stack.enter_async_context(engine)
         client, failover = await stack.enter_async_context(generating(router))
-        await client.push_adapter(pushed[3], "math", 3, LORA)
-        cut, killed = order(), ""
+        for version, tensors in pushed.items():
+            await client.push_adapter(tensors, "math", version, LORA)
+        cut, killed = order(LONG), ""
         async with asyncio.timeout(120), aclosing(failover.run(cut)) as runs:
             async for _ in runs:
                 if cut.generation.taken > 20 and not killed:
-                    await client.push_adapter(pushed[4], "math", 4, LORA)
                     killed = cut.generation.engine_id
                     await engines[killed].kill()
     (other,) = engines.keys() - {killed}
@@ -94,9 +94,9 @@ async def test_a_pinned_revision_continues_on_another_vllm_with_the_log_probs_of
     assert spans == [(killed, "math", 3), (other, "math", 3)]
     sampled = cut.generation.sampled()
     assert sampled is not None
-    assert len(sampled.token_ids) == REPLY
+    assert len(sampled.token_ids) == LONG
     ids = np.concatenate([PROMPT, sampled.token_ids]).astype(np.int64)
     for version, is_it in ((3, True), (4, False)):
         rows = models.merged_logprobs(model, ids, pushed[version], LORA)
-        own = rows[len(PROMPT) - 1 : -1][np.arange(REPLY), sampled.token_ids]
-        assert (np.abs(own - sampled.logprobs).max() < 1e-5) == is_it
+        own = rows[len(PROMPT) - 1 : -1][np.arange(LONG), sampled.token_ids]
+        assert (np.abs(own - sampled.logprobs).max() < 1e-4) == is_it

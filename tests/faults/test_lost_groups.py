@@ -47,13 +47,12 @@ async def test_a_loop_over_groups_ends_after_a_service_was_killed_for_good(
         async def agent(prompt: str, session: Session) -> float:
             nonlocal turns
             ask: Any = {"model": "policy", "messages": [{"role": "user", "content": prompt}]}
-            openai = mesh.openai(session, timeout=5)
-            await openai.chat.completions.create(**ask)
+            await mesh.openai(session).chat.completions.create(**ask)
             turns += 1
             if turns == 4:
                 begun.set()
             await killed.wait()
-            await openai.chat.completions.create(**ask)
+            await mesh.openai(session, timeout=5).chat.completions.create(**ask)
             return 1.0
 
         async def kill() -> None:

@@ -150,7 +150,7 @@ async def test_a_tree_has_the_rows_of_each_token_once(mesh: Mesh, client: Client
 async def test_the_rest_of_an_answer_has_the_rows_of_the_engine_that_took_over(
     mesh: Mesh, client: Client
 ) -> None:
-    slow = {"tokens_per_second": 40, "port": 0}
+    slow = {"tokens_per_second": 10, "port": 0}
     names = ("second", "third")
     for name in names:
         await mesh.run("engine", name, **mesh.flags("engine") | {**slow, "engine_id": name})

@@ -110,7 +110,7 @@ async def test_a_restored_trainer_gets_its_own_line_and_nothing_of_the_abandoned
 
 
 async def test_a_generation_that_goes_on_under_a_new_run_has_tokens_of_both(mesh: Mesh) -> None:
-    await mesh.restart("engine", reply_tokens=64, tokens_per_second=20)
+    await mesh.restart("engine", reply_tokens=64, tokens_per_second=10)
     async with mesh.client() as client:
         await client.push_weights(WEIGHTS, 9)
         async with client.session() as session:

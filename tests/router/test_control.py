@@ -20,8 +20,8 @@ from tests.router.routers import running_router
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-MANY, FEW = 2000, 60
-"""Tokens that take longer than any test, and some that take three seconds."""
+MANY, FEW = 2000, 160
+"""Tokens that take longer than any test, and some that take eight seconds."""
 ENGINES = {"a": "policy", "b": "policy", "c": "judge"}
 Calls = dict[str, Callable[[str], Awaitable[list[engine_pb2.EngineResult]]]]
 

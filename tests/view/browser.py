@@ -74,7 +74,7 @@ class Page:
         async def look() -> Any:
             return await self.run(script)
 
-        return await until(look, 60)
+        return await until(look)
 
     async def click(self, text: str) -> None:
         """Clicks the first button or link with a text."""

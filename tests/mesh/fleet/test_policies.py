@@ -234,7 +234,7 @@ async def test_an_answer_moves_to_another_engine_with_its_revision(
     mesh: Mesh, client: Client
 ) -> None:
     await push(client, "math", 1)
-    slow = {"tokens_per_second": 40, "reply_tokens": 80, "max_adapters": ROOM}
+    slow = {"tokens_per_second": 10, "reply_tokens": 80, "max_adapters": ROOM}
     for name in ENGINES:
         await mesh.run(
             "engine", name, **mesh.flags("engine") | {"port": 0, "engine_id": name, **slow}
@@ -252,7 +252,7 @@ async def test_an_answer_moves_to_another_engine_with_its_revision(
         await mesh.processes[name].kill()
         async for _ in answer:
             pass
-        await ask(mesh, session, "two")
+        await ask(mesh, session, "two", max_tokens=2)
     result = await delivered(client, session)
     assert policies(result) == [("math", 1), ("math", 2)]
     assert {"MIGRATED"} <= {reason for one in result.trajectories for reason in one.reasons}

@@ -207,9 +207,10 @@ async def test_a_client_that_leaves_frees_the_engine_and_commits_nothing(slow: M
 async def test_a_timeout_and_the_sdks_retries_make_one_sample(slow: Mesh) -> None:
     async with slow.client() as client:
         async with client.session() as session:
-            # 13 tokens take 0.65 s: the first try times out, and a later one is answered once
+            await client.pause_engines()  # so the first try times out
             with pytest.raises(openai.APITimeoutError):
                 await ask(slow.openai(session, timeout=0.2), user("plain"))
+            await client.resume_engines()
             agent = slow.openai(session)
             answer = await ask(agent, user("plain"))
             retry = {"x-stainless-retry-count": "1"}
