@@ -483,7 +483,6 @@ async def test_requests_that_a_pause_holds_are_aborted_here(server: StandIn) -> 
     ("settings", "says"),
     [
         ({"attach": "http://a", "backend": "scripted"}, "attach: is not for the backend scripted"),
-        ({"backend": "vllm-http"}, "attach: is empty"),
         ({"attach": "127.0.0.1:8000"}, "attach: is no URL"),
         ({"attach": "http://a", "max_adapters": 1}, "max_adapters: adapters are not loaded"),
         ({"attach": "http://a", "vllm": {"a": 1}}, "vllm: the attached server was started"),
@@ -606,7 +605,6 @@ async def test_an_event_that_repeats_the_last_token_adds_none(sglang: SglangStan
         (lambda one: one.model.update(is_generation=False), {}, "generates alone"),
         (lambda one: one.model.update(has_image_understanding=True), {}, "takes images"),
         (lambda one: one.info.pop("dtype"), {}, "lacks 'dtype'; it is another release than 0.5.23"),
-        (lambda _: None, {"backend": "vllm-http"}, "backend: is 'vllm-http', .* needs 'sglang'"),
         (lambda _: None, {"max_context_tokens": 65}, "max_context_tokens: is 65, .* has 64"),
         (lambda _: None, {"weight_transfer": "nccl"}, "weight_transfer: is 'nccl'"),
     ],

@@ -10,8 +10,6 @@ from rollmesh.runtime.codec import MAX_BYTES, MAX_PIXELS
 from rollmesh.runtime.config import LOCAL_ROUTER, Bounds, ConfigError, OneOf
 from rollmesh.runtime.rpc import ServerConfig
 
-ATTACHED = ("vllm-http", "sglang")
-"""Backends that adapt a server which runs already."""
 _NO_CLIENT = "attach: the package aiohttp is not installed; run: pip install 'rollmesh[vllm-http]'"
 
 
@@ -29,9 +27,9 @@ class EngineConfig(ServerConfig):
     an engine that they cannot reach: behind NAT, or in another cluster."""
     model: str = "policy"
     """Name of the model that agents use in requests."""
-    backend: Annotated[str, OneOf(("vllm", *ATTACHED, "scripted"))] = "vllm"
-    """Backend that generates tokens. With `attach` it is the one for the server that answers:
-    vllm-http or sglang."""
+    backend: Annotated[str, OneOf(("vllm", "scripted"))] = "vllm"
+    """Backend that generates tokens. With `attach`, the server that answers decides: vllm-http or
+    sglang."""
     attach: str = ""
     """URL of a vLLM or SGLang server that runs already, such as http://127.0.0.1:8000. The engine
     generates through it and loads no model (vllm-http, sglang)."""
@@ -104,8 +102,6 @@ class EngineConfig(ServerConfig):
         """
         if self.attach and self.backend == "scripted":
             raise ConfigError("attach: is not for the backend scripted; leave one out")
-        if self.backend in ATTACHED and not self.attach:
-            raise ConfigError("attach: is empty; give the URL of the server to attach to")
         if self.attach and not self.attach.startswith(("http://", "https://")):
             raise ConfigError("attach: is no URL; give one such as http://127.0.0.1:8000")
 

@@ -32,7 +32,7 @@ from rollmesh.engine.backend import (
     Transfer,
     aborted,
 )
-from rollmesh.engine.config import ATTACHED, EngineConfig
+from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.control import to_the_end
 from rollmesh.engine.requests import read_generate
 from rollmesh.runtime import clock
@@ -376,12 +376,6 @@ class AttachedBackend:
         found = next((one for sign, one in _SIGNS.items() if sign in info), None)
         if found is None:
             raise EngineStartError("attach: the server is neither a vLLM nor an SGLang server")
-        wanted = self._config.backend
-        if wanted in ATTACHED and wanted != found.name:
-            raise EngineStartError(
-                f"backend: is {wanted!r}, and the attached server needs {found.name!r}; leave it "
-                "out"
-            )
         dialect = self._dialect = found(self._server, self._config)
         try:
             await dialect.describe(info)
