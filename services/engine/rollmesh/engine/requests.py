@@ -270,6 +270,25 @@ def check_temperature(sampling: sampling_pb2.SamplingParams) -> None:
         )
 
 
+_SAME_IN_VLLM = (
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
+
+def vllm_sampling(sampling: sampling_pb2.SamplingParams) -> dict[str, Any]:
+    """Returns checked parameters by their names in vLLM's `SamplingParams`."""
+    found: dict[str, Any] = {name: getattr(sampling, name) for name in _SAME_IN_VLLM}
+    found |= {"stop_token_ids": list(sampling.stop_token_ids), "detokenize": False}
+    if sampling.HasField("seed"):
+        found["seed"] = sampling.seed
+    if sampling.allowed_token_ids:
+        found["allowed_token_ids"] = list(dict.fromkeys(sampling.allowed_token_ids))
+    if sampling.logit_bias:
+        found["logit_bias"] = dict(sampling.logit_bias)
+    return found
+
+
 def _check_ids(name: str, ids: Collection[int], most: int, vocabulary_tokens: int) -> None:
     if len(ids) > most or any(id_ >= vocabulary_tokens for id_ in ids):
         raise InvalidSamplingError(

@@ -18,7 +18,7 @@ from rollmesh.engine.backend import (
     Transfer,
     numerics_of,
 )
-from rollmesh.engine.requests import check_temperature
+from rollmesh.engine.requests import check_temperature, vllm_sampling
 from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.errors import (
     EngineFaultError,
@@ -149,28 +149,8 @@ class VllmHttp(Dialect):
         super().refuse(request)
 
     def generate_body(self, request: GenerateInput, id_: str) -> dict[str, Any]:
-        generate, sampling = request.generate, request.generate.sampling
-        params: dict[str, Any] = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "max_tokens": sampling.max_tokens,
-            "min_tokens": sampling.min_tokens,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "repetition_penalty": sampling.repetition_penalty,
-            "ignore_eos": sampling.ignore_eos,
-            "logprobs": self.candidates(generate.top_logprobs),
-            "detokenize": False,
-        }
-        if sampling.HasField("seed"):
-            params["seed"] = sampling.seed
-        if sampling.allowed_token_ids:
-            params["allowed_token_ids"] = list(dict.fromkeys(sampling.allowed_token_ids))
-        if sampling.logit_bias:
-            params["logit_bias"] = {str(one): bias for one, bias in sampling.logit_bias.items()}
+        params = vllm_sampling(request.generate.sampling)
+        params["logprobs"] = self.candidates(request.generate.top_logprobs)
         body: dict[str, Any] = {
             "request_id": id_,
             "token_ids": request.token_ids.tolist(),

@@ -53,7 +53,7 @@ from rollmesh.engine.backend import (
     numerics_of,
 )
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.requests import MAX_TOP_K, check_temperature, read_generate
+from rollmesh.engine.requests import MAX_TOP_K, check_temperature, read_generate, vllm_sampling
 from rollmesh.engine.vllm.adapters import AdapterChecks, linear_modules, modules_of
 from rollmesh.engine.vllm.chunks import (
     Heartbeat,
@@ -189,22 +189,10 @@ def sampling_params(
     Without a tokenizer vLLM does not know all end tokens of the model, `stop_ids`.
     """
     generate, sampling = request.generate, request.generate.sampling
-    ends = [] if sampling.ignore_eos else stop_ids
+    own = vllm_sampling(sampling)
+    own["stop_token_ids"] += () if sampling.ignore_eos else stop_ids
     return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed if sampling.HasField("seed") else None,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        stop_token_ids=[*sampling.stop_token_ids, *ends],
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        ignore_eos=sampling.ignore_eos,
-        allowed_token_ids=list(dict.fromkeys(sampling.allowed_token_ids)) or None,
-        logit_bias=dict(sampling.logit_bias) or None,
+        **own,
         # vLLM derives these from bad_words. The gateway has already turned their text into ids.
         _bad_words_token_ids=[
             *(list(one.token_ids) for one in sampling.bad_sequences),
@@ -215,7 +203,6 @@ def sampling_params(
             generate.routed_experts_start if EXPERTS in generate.columns else len(request.token_ids)
         ),
         logprobs=generate.top_logprobs,
-        detokenize=False,
         structured_outputs=(
             None
             if structural_tag is None
