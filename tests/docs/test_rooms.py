@@ -15,7 +15,7 @@ CEILINGS = {
     "services/collector/rollmesh/scorer": (366, 6),
     "clients/rollmesh/sidecar": (5_850, 17),
     "clients/rollmesh/client": (7_239, 24),
-    "clients/rollmesh/record": (3_571, 14),
+    "clients/rollmesh/record": (3_580, 14),
     "clients/rollmesh/batches": (1_087, 6),
     "clients/rollmesh/integrations": (4_605, 21),
     "clients/rollmesh/launch": (604, 4),

@@ -246,28 +246,43 @@ async def test_the_viewer_shows_a_session_or_says_what_is_wrong(
         assert [(one["node_id"], one["role"]) for one in null["nodes"]] == [(2, "ASSISTANT")]
 
 
-TARGETS = {"rows": "out.jsonl", "sft": "out.jsonl", "inspect": "out.json", "atif": "out"}
+TARGETS = {
+    **dict.fromkeys(("rows", "sft", "otel"), "out.jsonl"),
+    "inspect": "out.json",
+    **dict.fromkeys(("atif", "record"), "out"),
+}
 
 
 @pytest.mark.parametrize("form", TARGETS)
 async def test_every_export_writes_what_fits_and_names_the_rest(
     folder: Path, tmp_path: Path, form: str
 ) -> None:
+    if form == "otel":
+        pytest.importorskip("opentelemetry.exporter.otlp.proto.common")
     to = tmp_path / TARGETS[form]
-    flags = {"record": folder, "to": to, "format": form}
-    async with started("record.export", tmp_path, **flags) as process:
+    async with started("record.export", tmp_path, record=folder, to=to, format=form) as process:
         assert await process.exit_code() == 1
     told = (tmp_path / "record.export.log").read_text()
     assert "Traceback" not in told
     for field in (field for _, _, field in REFUSED.values()):
         assert field in told
-    lacks = {"empty-messages", "null-messages"} if form != "rows" else set[str]()
+    lacks = {"empty-messages", "null-messages"} if form in ("sft", "atif", "inspect") else set()
     assert set(exported(form, to)) == set(READ) - lacks
 
 
 def exported(form: str, to: Path) -> Iterator[str]:
     """Yields the sessions of an export."""
-    if form == "atif":
+    if form == "record":
+        yield from (one.session_id for one in read_records(to))
+    elif form == "otel":
+        for line in to.read_text().splitlines():
+            (span, *_) = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]
+            yield from (
+                one["value"]["stringValue"]
+                for one in span["attributes"]
+                if one["key"] == "gen_ai.conversation.id"
+            )
+    elif form == "atif":
         yield from (json.loads(one.read_text())["session_id"] for one in to.glob("*.json"))
     elif form == "inspect":
         yield from (one["uuid"] for one in json.loads(to.read_text())["samples"])

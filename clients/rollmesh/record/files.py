@@ -414,13 +414,14 @@ def read_records(
         InvalidFieldError: A newer release has written a file.
         SessionDamagedError: A file is missing or damaged.
     """
-    days = [since.isoformat() if since else "", until.isoformat() if until else "9999"]
+    days = [since.isoformat() if since else "", (until or date.max).isoformat()]
     return (record for _, record in _read_records(Path(folder), days, damaged))
 
 
 def read_stored(folder: Path, damaged: list[str]) -> Iterator[Stored]:
     """Yields the sessions of a record with their late values, as `read_records`."""
-    for of_file, records in groupby(_read_records(folder, ["", "9999"], damaged), itemgetter(0)):
+    found = _read_records(folder, ["", date.max.isoformat()], damaged)
+    for of_file, records in groupby(found, itemgetter(0)):
         ids = _ids_in(of_file)
         annotations = read_annotations(of_file, ids)
         scores = {

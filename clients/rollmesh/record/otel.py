@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollmesh.record.tables import leaves_of, spans_in
+from rollmesh.runtime.codec import context_in, messages_in
 from rollmesh.runtime.config import ConfigError, TracesConfig
 from rollmesh.runtime.errors import RemoteError
 from rollmesh.runtime.telemetry import Encoder, Exporter, Place, Span, genai, tracing
 from rollmesh.v1 import session_pb2, trajectory_pb2
 
 _IDS = ("traceId", "spanId", "parentSpanId")
+_LAST_MS = 2**63 // 1_000_000 - 1
 
 
 def spans_of(record: session_pb2.SessionRecord, *, content: bool = False) -> list[Span]:
@@ -28,7 +30,7 @@ def spans_of(record: session_pb2.SessionRecord, *, content: bool = False) -> lis
         return []
     turns, said = dict(sorted(_turns(record))), _said(record)
     place = tracing.place_of_session(record.session_id)
-    begin_ns, end_ns = record.opened_unix_ms * 1_000_000, record.closed_unix_ms * 1_000_000
+    begin_ns, end_ns = _ns(record.opened_unix_ms), _ns(record.closed_unix_ms)
     attributes = {
         **genai.operation(genai.INVOKE_AGENT, record.session_id, record.model),
         **_of_session(record),
@@ -44,7 +46,7 @@ def spans_of(record: session_pb2.SessionRecord, *, content: bool = False) -> lis
         at_ns = begin_ns + at * step_ns
         times = at_ns, at_ns + step_ns
         if turn.ended_unix_ms:
-            times = turn.begun_unix_ms * 1_000_000, turn.ended_unix_ms * 1_000_000
+            times = _ns(turn.begun_unix_ms), _ns(turn.ended_unix_ms)
         name = f"{genai.CHAT} {record.model}".rstrip()
         found = _turn(record, trajectory, turn, said, content=content)
         spans.append(Span(name, "client", own, place.span_id, times[0], found, times[1]))
@@ -64,6 +66,11 @@ def _turns(record: session_pb2.SessionRecord) -> Iterator[tuple[int, _Turn]]:
     yield from found.items()
 
 
+def _ns(unix_ms: int) -> int:
+    """Returns a time as OTLP has it. Clients may send any number."""
+    return min(max(unix_ms, 0), _LAST_MS) * 1_000_000
+
+
 class _Said(NamedTuple):
     """The messages of a node."""
 
@@ -76,11 +83,11 @@ class _Said(NamedTuple):
 
 def _said(record: session_pb2.SessionRecord) -> dict[int, _Said]:
     """Returns the messages of each node whose whole path has them."""
-    contexts = [json.loads(one.data).get("tools", []) for one in record.contexts]
+    contexts = [context_in(record, at).get("tools", []) for at in range(len(record.contexts))]
     found = {0: _Said(0, [], 0, [])}
     for one in record.messages:  # parents first
-        if (before := found.get(one.parent_node_id)) is not None:
-            messages = json.loads(one.data)
+        if (before := found.get(one.parent_node_id)) is not None and one.data:
+            messages = messages_in(one)
             tools = contexts[one.context_index] if one.HasField("context_index") else []
             so_far = before.so_far + len(messages)
             found[one.node_id] = _Said(one.parent_node_id, messages, so_far, tools)

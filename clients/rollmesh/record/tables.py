@@ -665,7 +665,8 @@ def _fill_sample(
         try:
             json_format.Parse(node["sampling"], one.sampling)
         except json_format.ParseError as error:
-            raise InvalidFieldError("sampling", f"of node {node['node_id']}: {error}") from error
+            problem = str(error).partition("\n")[0]
+            raise InvalidFieldError("sampling", f"of node {node['node_id']}: {problem}") from error
 
 
 def _fill_tokens(one: _Sequence, node: _Row, start: int) -> None:
