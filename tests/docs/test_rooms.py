@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (10_092, 62),
+    "services/runtime/rollmesh/runtime": (10_099, 63),
     "services/runtime/rollmesh/mesh": (4_667, 13),
     "services/gateway/rollmesh/chat": (8_064, 38),
     "services/gateway/rollmesh/gateway": (10_871, 28),

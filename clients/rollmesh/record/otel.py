@@ -17,7 +17,7 @@ from rollmesh.record.tables import leaves_of, spans_in
 from rollmesh.runtime.codec import context_in, messages_in
 from rollmesh.runtime.config import ConfigError, TracesConfig
 from rollmesh.runtime.errors import RemoteError
-from rollmesh.runtime.telemetry import Encoder, Exporter, Place, Span, genai, tracing
+from rollmesh.runtime.telemetry import Encoder, Exporter, Place, Span, content_of, genai, tracing
 from rollmesh.v1 import session_pb2, trajectory_pb2
 
 _IDS = ("traceId", "spanId", "parentSpanId")
@@ -138,7 +138,7 @@ def _turn(
     }
     if content and answer is not None:
         own = said[turn.node_id]
-        found |= genai.content(newest, own.so_far - 1, answer, finish, own.tools)
+        found |= content_of(newest, own.so_far - 1, answer, finish, own.tools)
     return found
 
 

@@ -17,7 +17,9 @@ from rollmesh.runtime.telemetry import (
     Exporter,
     Place,
     carried,
+    content_of,
     genai,
+    genai_message,
     join,
     place_of,
     span,
@@ -188,7 +190,7 @@ def test_messages_have_the_form_of_opentelemetry_and_a_bound() -> None:
     asked = {"role": "user", "content": [
         {"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "sha256:ab"}},
     ]}  # fmt: skip
-    assert genai.message(asked) == {
+    assert genai_message(asked) == {
         "role": "user",
         "parts": [
             {"type": "text", "content": "see"},
@@ -199,18 +201,18 @@ def test_messages_have_the_form_of_opentelemetry_and_a_bound() -> None:
         "role": "assistant", "content": None, "reasoning_content": "hm",
         "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{broken"}}],
     }  # fmt: skip
-    assert genai.message(answer)["parts"] == [
+    assert genai_message(answer)["parts"] == [
         {"type": "reasoning", "content": "hm"},
         {"type": "tool_call", "id": "1", "name": "f", "arguments": "{broken"},
     ]
     for arguments in ('{"a": "\\ud800"}', '{"a": NaN}'):
         answer["tool_calls"] = [{"id": "1", "function": {"name": "f", "arguments": arguments}}]
-        sent = genai.content([], 0, answer, "stop")[genai.OUTPUT_MESSAGES]
+        sent = content_of([], 0, answer, "stop")[genai.OUTPUT_MESSAGES]
         assert json.loads(sent.encode(), parse_constant=pytest.fail)
     many = [{"role": "user", "content": f"{number:05}" * 2_000} for number in range(100)]
-    found = genai.content(reversed(many), len(many), answer, "stop")
+    found = content_of(reversed(many), len(many), answer, "stop")
     assert len(found[genai.INPUT_MESSAGES]) < 70_000
     assert "00099" in found[genai.INPUT_MESSAGES]
     assert found[genai.LEFT_OUT] == 94
-    large = genai.content([{"role": "user", "content": "x" * 10**7}], 1, answer, "stop")
+    large = content_of([{"role": "user", "content": "x" * 10**7}], 1, answer, "stop")
     assert len(large[genai.INPUT_MESSAGES]) < 200

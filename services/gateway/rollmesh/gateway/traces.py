@@ -6,7 +6,7 @@ from typing import Any
 from rollmesh.chat import write_message
 from rollmesh.gateway.session import Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Node
-from rollmesh.runtime.telemetry import current_request_id, genai, tracing
+from rollmesh.runtime.telemetry import content_of, current_request_id, genai, tracing
 from rollmesh.v1 import gateway_pb2
 
 
@@ -54,7 +54,7 @@ def answered(span: tracing.Span, session: Session, turn: Turn, node: Node) -> di
         prompt = (write_message(one) for group in groups for one in reversed(group))
         tools = json.loads(node.render_context.tools_json or b"[]")
         count = sum(map(len, groups))
-        found |= genai.content(prompt, count, write_message(message), finish, tools)
+        found |= content_of(prompt, count, write_message(message), finish, tools)
     return found
 
 

@@ -1,5 +1,9 @@
 """The door of `rollmesh.runtime.telemetry`: its names for other rooms and tests."""
 
+from rollmesh.runtime.telemetry.contents import (
+    content_of as content_of,
+    genai_message as genai_message,
+)
 from rollmesh.runtime.telemetry.endpoint import metrics_endpoint as metrics_endpoint
 from rollmesh.runtime.telemetry.logs import (
     JsonFormatter as JsonFormatter,
