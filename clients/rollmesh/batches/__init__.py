@@ -23,12 +23,7 @@ from rollmesh.batches.rows import (
     group_advantages,
     rows_of,
 )
-from rollmesh.batches.tensors import (
-    RaggedBatch,
-    image_tensors,
-    ragged,
-    to_torch,
-)
+from rollmesh.batches.tensors import RaggedBatch, image_tensors, ragged, to_torch
 
 __all__ = [
     "Batch",

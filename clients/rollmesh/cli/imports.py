@@ -13,14 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollmesh.client import (
-    Client,
-    MeshAddresses,
-    Session,
-    Start,
-    recorded_node,
-    start_of_atif,
-)
+from rollmesh.client import Client, MeshAddresses, Session, Start, recorded_node, start_of_atif
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 

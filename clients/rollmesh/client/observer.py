@@ -10,26 +10,11 @@ import grpc
 
 from rollmesh.client.connections import Connections, MeshAddresses
 from rollmesh.mesh import addresses_of
-from rollmesh.runtime import (
-    METRICS,
-    Alarm,
-    AlarmLimits,
-    Labels,
-    Observation,
-    Server,
-    clock,
-    raised,
-)
+from rollmesh.runtime import METRICS, Alarm, AlarmLimits, Labels, Observation, Server, clock, raised
 from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc import is_tunnel, stub_of, typed_errors
-from rollmesh.v1 import (
-    collector_pb2,
-    gateway_admin_pb2,
-    gateway_pb2,
-    router_pb2,
-    server_pb2,
-)
+from rollmesh.v1 import collector_pb2, gateway_admin_pb2, gateway_pb2, router_pb2, server_pb2
 from rollmesh.v1.collector_pb2_grpc import CollectorServiceStub
 from rollmesh.v1.gateway_admin_pb2_grpc import GatewayAdminServiceStub
 from rollmesh.v1.router_pb2_grpc import RouterServiceStub

@@ -61,13 +61,7 @@ from rollmesh.client.client import Client
 from rollmesh.client.deliveries import SubscribeOptions, Subscription
 from rollmesh.client.failures import is_infrastructure, text_of
 from rollmesh.client.runners import AgentRunner, agent_name, find_runner
-from rollmesh.client.sessions import (
-    Outcome,
-    Rewards,
-    Session,
-    SessionResult,
-    read_rewards,
-)
+from rollmesh.client.sessions import Outcome, Rewards, Session, SessionResult, read_rewards
 from rollmesh.client.shielding import shielded
 from rollmesh.client.starts import Start
 from rollmesh.client.transcripts import Transcript

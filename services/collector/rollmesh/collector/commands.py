@@ -17,11 +17,7 @@ from rollmesh.runtime.access import identity
 from rollmesh.runtime.codec import plain, summary_of
 from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
 from rollmesh.runtime.rpc import typed_errors
-from rollmesh.v1 import (
-    collector_pb2 as pb,
-    collector_pb2_grpc,
-    session_pb2,
-)
+from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 
 _TIMEOUT_S = 60.0
 _LAST_MS = 2**63 - 1

@@ -18,12 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from rollmesh.collector import metrics
-from rollmesh.collector.log import (
-    Page,
-    Settlement,
-    Unit,
-    Verdict,
-)
+from rollmesh.collector.log import Page, Settlement, Unit, Verdict
 from rollmesh.collector.scoring import Teachers
 from rollmesh.collector.settings import check_consumer_name, check_version
 from rollmesh.collector.store import Store, consumer_unknown

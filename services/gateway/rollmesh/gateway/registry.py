@@ -37,14 +37,7 @@ from rollmesh.gateway.responses import (
     write_final_answer,
     write_prompt,
 )
-from rollmesh.gateway.session import (
-    Budget,
-    GroupName,
-    Session,
-    SessionSpec,
-    Turn,
-    TurnRequest,
-)
+from rollmesh.gateway.session import Budget, GroupName, Session, SessionSpec, Turn, TurnRequest
 from rollmesh.gateway.starts import Start
 from rollmesh.gateway.tree import Edge, Node, Spent
 from rollmesh.gateway.turn import run_turn, tokens_of

@@ -30,10 +30,7 @@ from rollmesh.gateway.session import (
 )
 from rollmesh.gateway.tree import Edge
 from rollmesh.runtime import ByteCache
-from rollmesh.runtime.errors import (
-    InvalidFieldError,
-    InvalidSamplingError,
-)
+from rollmesh.runtime.errors import InvalidFieldError, InvalidSamplingError
 from rollmesh.v1 import gateway_pb2, sampling_pb2, trajectory_pb2
 
 # Sampling parameters of a turn: the session's, the agent's, and which of them count.

@@ -30,11 +30,7 @@ from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.conversation import ImagePolicy
 from rollmesh.gateway.deps import Deps, FairExecutor
 from rollmesh.gateway.journal import Journal, ModelFiles, open_sqlite
-from rollmesh.gateway.responses import (
-    write_reasoning,
-    write_template,
-    write_tool_calls,
-)
+from rollmesh.gateway.responses import write_reasoning, write_template, write_tool_calls
 from rollmesh.gateway.servicer import GatewayAdminServicer, GatewayServicer
 from rollmesh.gateway.tenancy import Gateway, Tenancy
 from rollmesh.gateway.upstream import Upstream, UpstreamDeps
@@ -236,10 +232,7 @@ class GatewayService:
                 yield journal, None
             return
         try:  # not needed by the journal in a file
-            from rollmesh.gateway.postgres import (
-                ServedModel,
-                open_postgres,
-            )
+            from rollmesh.gateway.postgres import ServedModel, open_postgres
         except ImportError as error:
             raise ConfigError(
                 "journal: PostgreSQL needs the psycopg package: pip install 'rollmesh[gateway]'"

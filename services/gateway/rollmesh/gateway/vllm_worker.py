@@ -20,9 +20,7 @@ Parse = Callable[[str, list[Any]], dict[str, Any]]
 def load(name: str, model_path: Path) -> Parse:
     """Loads vLLM and the parser. Returns what reads one answer."""
     from transformers import PreTrainedTokenizerFast
-    from vllm.entrypoints.openai.chat_completion.protocol import (
-        ChatCompletionRequest,
-    )
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
     made = ToolParserManager.get_tool_parser(name)

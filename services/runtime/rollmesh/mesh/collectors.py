@@ -2,13 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
@@ -25,19 +19,8 @@ from rollmesh.runtime.errors import (
     RemoteError,
     RollmeshError,
 )
-from rollmesh.runtime.rpc import (
-    SHORT_KEEPALIVE_MS,
-    read_stream,
-    stub_of,
-    typed_errors,
-)
-from rollmesh.v1 import (
-    collector_pb2,
-    collector_pb2_grpc,
-    router_pb2,
-    server_pb2,
-    server_pb2_grpc,
-)
+from rollmesh.runtime.rpc import SHORT_KEEPALIVE_MS, read_stream, stub_of, typed_errors
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, router_pb2, server_pb2, server_pb2_grpc
 
 _LOST_CODES = {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
 _TRANSPORT_CODES = {"UNKNOWN", "INTERNAL"}

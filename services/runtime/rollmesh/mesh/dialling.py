@@ -2,10 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-)
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import NamedTuple
 
@@ -14,16 +11,8 @@ from rollmesh.mesh.routers import Routers, addresses_of
 from rollmesh.mesh.tunnels import SILENCE_S, JoiningReader, Socket, Tunnel
 from rollmesh.runtime import Backoff, clock
 from rollmesh.runtime.access import Identity
-from rollmesh.runtime.errors import (
-    DeadlineError,
-    RollmeshError,
-)
-from rollmesh.runtime.rpc import (
-    SHORT_KEEPALIVE_MS,
-    open_channel,
-    read_stream,
-    typed_errors,
-)
+from rollmesh.runtime.errors import DeadlineError, RollmeshError
+from rollmesh.runtime.rpc import SHORT_KEEPALIVE_MS, open_channel, read_stream, typed_errors
 from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import router_pb2
 

@@ -8,10 +8,7 @@ own, also when its gateway returns elsewhere or another gateway takes over the j
 import asyncio
 import random
 from abc import ABC, abstractmethod
-from collections.abc import (
-    Collection,
-    Sequence,
-)
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
@@ -19,17 +16,9 @@ import grpc
 from rollmesh.mesh.routers import Routers
 from rollmesh.runtime import clock
 from rollmesh.runtime.access import Identity
-from rollmesh.runtime.errors import (
-    NoSidecarError,
-    RollmeshError,
-)
-from rollmesh.runtime.rpc import (
-    KEEPALIVE_MS,
-    open_channel,
-)
-from rollmesh.v1 import (
-    router_pb2,
-)
+from rollmesh.runtime.errors import NoSidecarError, RollmeshError
+from rollmesh.runtime.rpc import KEEPALIVE_MS, open_channel
+from rollmesh.v1 import router_pb2
 
 if TYPE_CHECKING:
     from rollmesh.v1.router_pb2_grpc import RouterServiceAsyncStub as Stub

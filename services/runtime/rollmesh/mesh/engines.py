@@ -11,12 +11,7 @@ import grpc
 
 from rollmesh.mesh.images import SentImages
 from rollmesh.runtime import clock
-from rollmesh.runtime.errors import (
-    EngineDeadError,
-    EngineFaultError,
-    RemoteError,
-    RollmeshError,
-)
+from rollmesh.runtime.errors import EngineDeadError, EngineFaultError, RemoteError, RollmeshError
 from rollmesh.runtime.rpc import from_status, open_channel, read_stream, typed_errors
 from rollmesh.runtime.telemetry import current_request_id, tracing
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc

@@ -1,12 +1,7 @@
 """The gateways of a mesh, and which of them serves a session."""
 
 import asyncio
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -22,17 +17,8 @@ from rollmesh.runtime.errors import (
     SessionUnknownError,
     ShuttingDownError,
 )
-from rollmesh.runtime.rpc import (
-    KEEPALIVE_MS,
-    ended_with,
-    stub_of,
-    typed_errors,
-)
-from rollmesh.v1 import (
-    gateway_pb2,
-    gateway_pb2_grpc,
-    router_pb2,
-)
+from rollmesh.runtime.rpc import KEEPALIVE_MS, ended_with, stub_of, typed_errors
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2
 
 if TYPE_CHECKING:
     from rollmesh.v1.router_pb2_grpc import RouterServiceAsyncStub as Stub

@@ -39,12 +39,7 @@ from rollmesh.runtime.errors import (
     SupersededError,
 )
 from rollmesh.runtime.process import Scratch
-from rollmesh.runtime.rpc import (
-    Context,
-    offer_tunnel,
-    tunnel_address,
-    withdraw_tunnel,
-)
+from rollmesh.runtime.rpc import Context, offer_tunnel, tunnel_address, withdraw_tunnel
 from rollmesh.runtime.telemetry import fields
 
 # One tunnel, at both of its ends.

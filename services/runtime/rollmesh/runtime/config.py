@@ -19,16 +19,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Generic,
-    Protocol,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Generic, Protocol, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 # Secret values: they come by file or environment and are never printed.
@@ -353,6 +344,8 @@ def _to_table(value: Any) -> dict[str, Any]:
         raise TypeError(value)
     return table
 
+
+# What several services share.
 
 ROUTER_PORT = 7100
 """Default port of a router."""
