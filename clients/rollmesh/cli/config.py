@@ -87,14 +87,7 @@ class Member:
 def members(
     tables: Tables, path: str, classes: Mapping[str, type[Any]], environ: Mapping[str, str]
 ) -> tuple[list[Member], list[str]]:
-    """Returns the services of a mesh file that is right but for their settings, and all problems.
-
-    Args:
-        tables: From `read_mesh`.
-        path: The file, for sources and errors.
-        classes: Settings of the services to look at, by name.
-        environ: The environment, which wins over the file.
-    """
+    """Returns the services of a mesh file, and all problems but those of their settings."""
     found: list[Member] = []
     problems: list[str] = []
     for service, cls in classes.items():
@@ -231,12 +224,7 @@ def check_sizes(members: Sequence[Member]) -> Iterator[str]:
 
 
 def check_files(member: Member, absent: Path | None) -> Iterator[str]:
-    """Yields the problems of a service's files, found by the code that reads them at its start.
-
-    Args:
-        member: The service.
-        absent: Folder of the mesh's tokens if it is not there yet: `rollmesh up` makes it.
-    """
+    """Yields the problems of a service's files, found by the code that reads them at its start."""
     config, service = member.config, member.service
     tokens_dir, token_file = getattr(config, "tokens_dir", ""), config.token_file
     if absent is not None and tokens_dir == str(absent / "accepted"):

@@ -58,15 +58,7 @@ class Supervisor:
         start_timeout_s: float,
         shown: Mapping[str, str] | None = None,
     ) -> None:
-        """Takes the processes and starts nothing yet.
-
-        Args:
-            specs: The processes.
-            environments: Their environments, by name.
-            log_dir: Folder of their logs.
-            start_timeout_s: Time for all to be ready, seconds.
-            shown: Further entries of the line for programs: how a trainer gets in.
-        """
+        """Takes the processes and starts nothing yet."""
         self._shown = dict(shown or {})
         self._specs = specs
         self._children = [Child(spec, environments[spec.name]) for spec in specs]

@@ -79,11 +79,7 @@ class Places:
         """Connections after an answer and before the next request, the longest idle one first."""
 
     def take(self, address: str) -> str:
-        """Takes a place, perhaps from an idle connection. Returns why there is none, or "".
-
-        Args:
-            address: The client, from `address_of`.
-        """
+        """Takes a place, perhaps from an idle connection. Returns why there is none, or ""."""
         if self._taken[address] >= self._most_per_address and not self._free(address):
             most = self._most_per_address
             return f"your address already has {most} connections (max_connections_per_address)"

@@ -70,14 +70,7 @@ class ImagePolicy:
         limits: ImageLimits | None = None,
         max_images: int = 256,
     ) -> None:
-        """Takes the limits.
-
-        Args:
-            rule: How the model's processor represents images, or None if it takes none.
-            roles: Roles whose messages may hold images.
-            limits: Limits on one image.
-            max_images: Most images in one conversation.
-        """
+        """Takes the limits."""
         self.rule = rule
         self.max_images = max_images
         """Most images in one conversation."""

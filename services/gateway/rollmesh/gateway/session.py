@@ -409,12 +409,7 @@ class EqualTurns:
             self._calls.pop(call_id, None)
 
     def retried(self, retry_count: int, call_id: str = "") -> Turn | None:
-        """Returns the turn that a request without a key joins, or None if it begins a new one.
-
-        Args:
-            retry_count: Number of previous tries, as the request gives it.
-            call_id: Id of the request's call, or empty if it has none.
-        """
+        """Returns the turn that a request without a key joins, or None if it begins a new one."""
         if call_id in self._calls:
             return self._calls[call_id]
         for turn in [turn for turn in self._unsent if turn.sent]:

@@ -58,13 +58,7 @@ class Gateway:
         collectors: CollectorDirectory,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        """Starts without journals.
-
-        Args:
-            deps: What turns are run with.
-            collectors: The collectors that take closed sessions. The caller closes it.
-            tasks: Owns the journals.
-        """
+        """Starts without journals."""
         self._deps = deps
         self._config = deps.config
         self._collectors = collectors

@@ -81,9 +81,6 @@ class CollectorDirectory(Directory):
     async def call(self, call: Callable[[grpc.aio.Channel], Awaitable[_Result]]) -> _Result:
         """Makes a repeatable call at the collector in use, and at each other one if it is away.
 
-        Args:
-            call: Makes the call once, and raises typed errors.
-
         Raises:
             RollmeshError: As `one` says. A collector refuses the call. Or all of them are away.
         """

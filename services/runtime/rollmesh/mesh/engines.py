@@ -279,10 +279,6 @@ def why_faulty(info: engine_pb2.GetInfoResponse, stall_ms: int) -> str:
     """Returns why an engine's silence is a fault. Empty if the engine may be silent.
 
     A generation may wait for long: while the engine is paused, behind others, for its own prompt.
-
-    Args:
-        info: The state of the engine, asked for the generation.
-        stall_ms: Time without a step of the model that is a fault, milliseconds.
     """
     if not info.holds_request:
         return "the engine is silent and reports that it does not have the request"

@@ -85,13 +85,7 @@ class HeldRequest:
     """The bytes of one request, and whom they count for."""
 
     def __init__(self, in_flight: BytesInFlight, owner: str, size: float) -> None:
-        """Starts without bytes.
-
-        Args:
-            in_flight: The limit that they count against.
-            owner: Owner of the bytes.
-            size: Bytes of the complete request, infinity if it is not known.
-        """
+        """Starts without bytes."""
         self._in_flight = in_flight
         self._owner = owner
         self._size = size

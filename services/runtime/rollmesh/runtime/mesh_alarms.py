@@ -559,12 +559,7 @@ ALARM_RULES: tuple[Rule, ...] = (*STEP_RULES, *MESH_RULES)
 
 
 def raised(history: History, limits: AlarmLimits | None = None) -> list[Alarm]:
-    """Returns the alarms that observations of a mesh raise, also of its trainers' steps.
-
-    Args:
-        history: Observations, oldest first. A single one shows no growth.
-        limits: When a state has lasted for too long.
-    """
+    """Returns the alarms that observations of a mesh raise, also of its trainers' steps."""
     if not history:
         return []
     limits = limits or AlarmLimits()

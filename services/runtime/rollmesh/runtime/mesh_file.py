@@ -87,12 +87,7 @@ class MeshModel:
 
 
 def _read_models(tables: object, default: ModelConfig) -> tuple[list[MeshModel], list[str]]:
-    """Returns the models of the `[[model]]` tables, and the problems of the others.
-
-    Args:
-        tables: The value of `model` in a mesh file.
-        default: Settings that a table omits. Its name is not used.
-    """
+    """Returns the models of the `[[model]]` tables, and the problems of the others."""
     if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
         return [], ["model: is not a list of tables; write [[model]] for each model"]
     models: list[MeshModel] = []

@@ -114,13 +114,7 @@ class Guard:
     def __init__(
         self, tokens: AcceptedTokens | None, *, certificates: bool, count: Callable[[str], None]
     ) -> None:
-        """Makes a guard.
-
-        Args:
-            tokens: The tokens that are accepted. None accepts none.
-            certificates: Whether callers show certificates that were verified.
-            count: Counts a refused call by its reason.
-        """
+        """Makes a guard."""
         self._tokens = tokens
         self._certificates = certificates
         self._count = count
@@ -143,11 +137,6 @@ class Guard:
         self, entry: Entry, context: Context, requests: AsyncIterator[Any] | None
     ) -> None:
         """Returns if the caller may make a call, and sets `caller_roles`.
-
-        Args:
-            entry: From `meet`.
-            context: Of the call.
-            requests: The stream of requests, or None if there is one request.
 
         Raises:
             CallerUnknownError: It shows no token or certificate that is accepted.

@@ -242,10 +242,6 @@ def make_tokens(folder: Path) -> None:
 def write_private(folder: Path, files: Mapping[str, bytes]) -> None:
     """Writes new files of mode 0600 into folders of mode 0700.
 
-    Args:
-        folder: Made if it is absent.
-        files: Contents by paths in it.
-
     Raises:
         FileExistsError: One of the files exists. Nothing is written then.
         OSError: A file cannot be written.

@@ -204,11 +204,6 @@ def check_rewards(
 ) -> None:
     """Checks that rewards are finite and refer to trajectories and turns that exist.
 
-    Args:
-        rewards: The rewards.
-        trajectory_ids: The session's trajectories, empty if it is exported as a tree.
-        turns: Node ids of its sampled turns.
-
     Raises:
         InvalidFieldError: Names the first reward that is wrong.
     """

@@ -67,10 +67,6 @@ async def start_child(*command: str, limit: int = _LIMIT_BYTES) -> Child:
     Under uvloop, asyncio's own subprocesses run Python code between fork and exec. In a process
     that uses gRPC, one in some hundred of them dies there of SIGSEGV. `subprocess` runs none.
 
-    Args:
-        command: The program and its arguments.
-        limit: Longest line that `stdout.readline` returns, bytes.
-
     Raises:
         OSError: The program cannot be started.
     """
