@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from rollmesh.client import MeshAddresses, Observer
 from rollmesh.runtime import Alarm, AlarmLimits, clock, printable
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
+from rollmesh.runtime.config import ConfigError
 
 _LEAST_LOOKS, _MOST_LOOKS = 24, 1000
 
@@ -21,8 +21,6 @@ _LEAST_LOOKS, _MOST_LOOKS = 24, 1000
 def main() -> int:
     """Returns the exit code: 0, 1 if something is wrong, 2 for a bad flag."""
     parser = argparse.ArgumentParser(prog="rollmesh doctor", description=__doc__)
-    parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
-    parser.add_argument("--collector", default="", help="host:port; default: those of the routers")
     parser.add_argument("--for", dest="for_s", type=_seconds, default=60.0, help="watch so long")
     parser.add_argument("--every", type=_seconds, default=5.0, help="time between two looks")
     parser.add_argument("--watch", action="store_true", help="watch until it is stopped")
@@ -43,7 +41,7 @@ def main() -> int:
         "--metrics-port", type=int, default=-1, help="serves rollmesh_alarm to Prometheus"
     )
     parser.add_argument("--metrics-host", default="127.0.0.1", help="address of that port")
-    identity.add_flags(parser)
+    MeshAddresses.add_flags(parser)
     options = parser.parse_args()
     found: set[tuple[str, str]] = set()
     try:
@@ -77,9 +75,7 @@ async def _watch(options: argparse.Namespace, found: set[tuple[str, str]]) -> li
     if looks > _MOST_LOOKS:
         least = 2 * options.patience / _MOST_LOOKS
         raise ConfigError(f"every: is too short for this patience; give at least {least:.1f}")
-    addresses = MeshAddresses(
-        router=options.router, collector=options.collector, **identity.given(options)
-    )
+    addresses = MeshAddresses.of(options)
     until_ms = clock.monotonic_ms() + options.for_s * 1000
     now: dict[tuple[str, str], Alarm] = {}
     with ExitStack() as stack:

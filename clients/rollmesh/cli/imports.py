@@ -15,7 +15,7 @@ from typing import Any
 
 from rollmesh.client import Client, MeshAddresses, Session, Start, recorded_node, start_of_atif
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
+from rollmesh.runtime.config import ConfigError
 
 _MOST = 1024
 
@@ -23,8 +23,7 @@ _MOST = 1024
 def main() -> int:
     """Returns the exit code: 0, 1 if the mesh refuses, 2 for a bad flag or document."""
     parser = argparse.ArgumentParser(prog="rollmesh import", description=__doc__)
-    parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
-    for name in ("gateway", "collector", "sidecar"):
+    for name in ("gateway", "sidecar"):
         parser.add_argument(
             f"--{name}", default="", help="host:port; default: those of the routers"
         )
@@ -41,7 +40,7 @@ def main() -> int:
     parser.add_argument("--request-id", default="", help="makes the command repeatable")
     parser.add_argument("--record-messages", action="store_true", help="record messages, too")
     parser.add_argument("--conversation", type=Path, help="file for the conversation, as JSON")
-    identity.add_flags(parser)
+    MeshAddresses.add_flags(parser)
     options = parser.parse_args()
     if bool(options.session) != (options.node is not None):
         parser.error("--node and --session belong together")
@@ -52,10 +51,7 @@ def main() -> int:
 
 async def _open(options: argparse.Namespace) -> None:
     """Opens the sessions, and prints each. A repeat with a request id opens no others."""
-    addresses = MeshAddresses(
-        **{name: getattr(options, name) for name in ("router", "gateway", "collector", "sidecar")},
-        **identity.given(options),
-    )
+    addresses = MeshAddresses.of(options)
     async with Client(addresses) as client:
         if options.session:
             start = await client.start_at(options.session, options.node, as_text=options.as_text)

@@ -13,7 +13,6 @@ from rollmesh.client import Client, MeshAddresses, states_of
 from rollmesh.runtime import run_of, version_of
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.codec import name_of
-from rollmesh.runtime.config import LOCAL_ROUTER
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import collector_pb2, router_pb2
 
@@ -23,10 +22,8 @@ _LIMIT_S = 30.0
 def main() -> int:
     """Returns the exit code: 0, 1 if the mesh does not answer, 2 for a bad flag."""
     parser = argparse.ArgumentParser(prog="rollmesh status", description=__doc__)
-    parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
-    parser.add_argument("--collector", default="", help="host:port; default: those of the routers")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    identity.add_flags(parser)
+    MeshAddresses.add_flags(parser)
     options = parser.parse_args()
     return identity.run_tool(parser.prog, options, os.environ, partial(_show, options))
 
@@ -34,11 +31,7 @@ def main() -> int:
 async def _show(options: argparse.Namespace) -> list[str]:
     """Prints the state of a mesh. Returns why it could not."""
     try:
-        found = await _read(
-            MeshAddresses(
-                router=options.router, collector=options.collector, **identity.given(options)
-            )
-        )
+        found = await _read(MeshAddresses.of(options))
     except (RollmeshError, TimeoutError) as error:
         return [f"{options.router}: {getattr(error, 'message', 'no answer in time')}"]
     print(json.dumps(found) if options.json else "\n".join(_lines(found)))

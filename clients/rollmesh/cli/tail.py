@@ -11,7 +11,6 @@ from typing import Any
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.runtime import Backoff, clock, line_of, words_of
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.config import LOCAL_ROUTER
 from rollmesh.runtime.errors import RollmeshError
 
 _PAUSE_S, _MOST_PAUSE_S = 0.5, 10.0
@@ -21,14 +20,12 @@ _PAGE = 5_000
 def main() -> int:
     """Returns the exit code: 0 after a stop, 1 if the mesh refuses, 2 for a bad flag."""
     parser = argparse.ArgumentParser(prog="rollmesh tail", description=__doc__)
-    parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
-    parser.add_argument("--collector", default="", help="host:port; default: those of the routers")
     parser.add_argument("--last-ms", type=int, default=0, help="begin so long ago, milliseconds")
     parser.add_argument("--run-id", default="", help="only sessions of this run")
     outcomes = ("COMPLETED", "FAILED", "ABORTED", "LOST")
     parser.add_argument("--outcome", choices=outcomes, help="only sessions that ended so")
     parser.add_argument("--json", action="store_true", help="a JSON object for each")
-    identity.add_flags(parser)
+    MeshAddresses.add_flags(parser)
     options = parser.parse_args()
     try:
         return identity.run_tool(parser.prog, options, os.environ, partial(_follow, options))
@@ -43,9 +40,7 @@ async def _follow(options: argparse.Namespace) -> list[str]:
     """
     since, after, away = clock.unix_ms() - options.last_ms, "", ""
     backoff = Backoff(_PAUSE_S, _MOST_PAUSE_S)
-    addresses = MeshAddresses(
-        router=options.router, collector=options.collector, **identity.given(options)
-    )
+    addresses = MeshAddresses.of(options)
     async with Client(addresses) as client:
         while True:
             try:

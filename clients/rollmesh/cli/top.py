@@ -35,7 +35,7 @@ from rollmesh.runtime import (
 )
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.codec import name_of
-from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import RollmeshError, SessionUnknownError
 from rollmesh.v1 import gateway_pb2, router_pb2, trajectory_pb2
 
@@ -391,10 +391,8 @@ def keys_of(data: bytes) -> list[str]:
 def main() -> int:
     """Returns the exit code: 0 after `q`, 1 after an error, 2 for a bad flag or no terminal."""
     parser = argparse.ArgumentParser(prog="rollmesh top", description=__doc__)
-    parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
-    parser.add_argument("--collector", default="", help="host:port; default: those of the routers")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks")
-    identity.add_flags(parser)
+    MeshAddresses.add_flags(parser)
     options = parser.parse_args()
     return identity.run_tool(parser.prog, options, os.environ, partial(_run, options))
 
@@ -409,9 +407,7 @@ async def _run(options: argparse.Namespace) -> list[str]:
     if is_dumb or not sys.stdin.isatty() or not sys.stdout.isatty():
         raise ConfigError("needs a terminal (TERM); `rollmesh status` prints the mesh once")
     logging.getLogger().addHandler(logging.NullHandler())  # a log would cover the screen
-    addresses = MeshAddresses(
-        router=options.router, collector=options.collector, **identity.given(options)
-    )
+    addresses = MeshAddresses.of(options)
     async with Client(addresses) as client, Observer(addresses, looks=_LOOKS) as observer:
         await _Top(client, observer, max(options.every, _LEAST_S)).run()
     return []

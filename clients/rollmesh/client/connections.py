@@ -2,6 +2,7 @@
 
 import json
 import os
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -20,7 +21,8 @@ from rollmesh.mesh import (
     retried,
 )
 from rollmesh.runtime import clock
-from rollmesh.runtime.access import CallerConfig, Identity
+from rollmesh.runtime.access import CallerConfig, Identity, identity
+from rollmesh.runtime.config import LOCAL_ROUTER
 from rollmesh.runtime.errors import (
     RemoteError,
     RollmeshError,
@@ -76,6 +78,21 @@ class MeshAddresses(CallerConfig):
         if len(found.get("sidecars", ())) > 1:
             del found["sidecar"]  # the router knows them all
         return cls(**{name: found[name] for name in names if name in found})
+
+    @staticmethod
+    def add_flags(parser: ArgumentParser) -> None:
+        """Adds the flags by which a tool reaches a mesh: the routers, collectors and files."""
+        parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
+        parser.add_argument(
+            "--collector", default="", help="host:port; default: those of the routers"
+        )
+        identity.add_flags(parser)
+
+    @classmethod
+    def of(cls, options: Namespace) -> "MeshAddresses":
+        """Returns what the flags of a tool say: of `add_flags`, and of further fields."""
+        given = vars(options)
+        return cls(**{one.name: given[one.name] for one in fields(cls) if one.name in given})
 
 
 class _Doubt(NamedTuple):

@@ -22,7 +22,7 @@ from rollmesh.record import aside
 from rollmesh.record.files import COMMITS, PARTS, Writer
 from rollmesh.runtime import clock, first_of, owner_only
 from rollmesh.runtime.access import identity
-from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.process import faults, stop_signals
 from rollmesh.runtime.telemetry import configure_logging, fields, metrics_endpoint
@@ -69,13 +69,11 @@ def main() -> int:
     )
     parser.add_argument("--sessions", type=int, default=10_000, help="most sessions of a file")
     parser.add_argument("--mebibytes", type=int, default=128, help="most data of a file")
-    parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
-    parser.add_argument("--collector", default="", help="host:port; default: those of the routers")
     parser.add_argument("--metrics-host", default="127.0.0.1", help="address of the metrics")
     parser.add_argument("--metrics-port", type=int, default=-1, help="0 chooses one, -1 is off")
     parser.add_argument("--supervised", choices=("true",), help="ends with its standard input")
     parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
-    identity.add_flags(parser)
+    MeshAddresses.add_flags(parser)
     options = parser.parse_args()
     os.umask(owner_only.UMASK)
     configure_logging("archive", "info")
@@ -89,9 +87,7 @@ async def _archive(options: argparse.Namespace) -> list[str]:
         raise ConfigError(f"seconds: is {options.seconds}; give 1 to {_MOST_S}")
     if options.sessions < 1 or options.mebibytes < 1:
         raise ConfigError("sessions, mebibytes: give at least 1")
-    addresses = MeshAddresses(
-        router=options.router, collector=options.collector, **identity.given(options)
-    )
+    addresses = MeshAddresses.of(options)
     start = collector_pb2.Position(end=_STARTS[options.start])
     wants = SubscribeOptions(start=start, filter=_ALL, messages=True, records=True)
     lease_ms = max(_LEAST_LEASE_MS, _LEASES * options.seconds * 1000)

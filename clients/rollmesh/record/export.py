@@ -8,6 +8,7 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
+from rollmesh.client import MeshAddresses
 from rollmesh.mesh import CollectorDirectory
 from rollmesh.record import aside
 from rollmesh.record.atif import write_documents
@@ -17,7 +18,7 @@ from rollmesh.record.rows import NO_MESSAGES, Decoder, decoder, write_rows
 from rollmesh.record.tables import Stored
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.codec import summary_of
-from rollmesh.runtime.config import LOCAL_ROUTER, ConfigError, TracesConfig
+from rollmesh.runtime.config import ConfigError, TracesConfig
 from rollmesh.v1 import collector_pb2, session_pb2
 
 _SELECTED = ("run_id", "group_id", "model", "outcome", "purpose")
@@ -67,9 +68,7 @@ def main() -> int:
     outcomes, purposes = ("COMPLETED", "FAILED", "ABORTED", "LOST"), ("TRAIN", "EVAL", "OTHER")
     parser.add_argument("--outcome", choices=outcomes, help="only sessions that ended so")
     parser.add_argument("--purpose", choices=purposes, help="only sessions of this purpose")
-    parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
-    parser.add_argument("--collector", default="", help="host:port; default: those of the routers")
-    identity.add_flags(parser)
+    MeshAddresses.add_flags(parser)
     options = parser.parse_args()
     return identity.run_tool(parser.prog, options, os.environ, partial(_export, options))
 
