@@ -20,7 +20,7 @@ CEILINGS = {
     "clients/rollmesh/integrations": (4_605, 21),
     "clients/rollmesh/launch": (604, 4),
     "clients/rollmesh/cli": (2_417, 13),
-    "clients/rollmesh/view": (1_986, 9),
+    "clients/rollmesh/view": (1_985, 9),
     "clients/rollmesh/conformance": (4_028, 35),
 }
 """Folder: the most lines and the most files that it may have. Lower them when a room shrinks."""

@@ -47,10 +47,9 @@ def closed_session(
             one.node_id: _of_text(one) for one in record.messages
         }
         known |= {one["node_id"]: one for one in nodes if one["node_id"] not in known}
-        nodes = [
-            one | {"parent": one["parent"] if one["parent"] in known else None}
-            for one in known.values()
-        ]
+        nodes = list(known.values())
+        for one in nodes:
+            one["parent"] = one["parent"] if one["parent"] in known else None
         paths = _paths_of_tree(nodes)
     messages = {one.node_id: one for one in record.messages}
     for node in nodes:
