@@ -202,10 +202,10 @@ async def test_the_sdk_of_each_protocol_is_answered_and_recorded_exactly(
 async def test_at_a_stop_new_sessions_go_elsewhere_while_running_answers_end(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
-    slow: dict[str, Any] = {"tokens_per_second": 10, "reply_tokens": 8_000}
+    rules = [("What is 6 times 7?", "one " * 800)]  # minutes at this pace
     async with (
         asyncio.timeout(TIMEOUT_S),
-        scripted_mesh(tmp_path, tokenizer_dir, **slow) as mesh,
+        scripted_mesh(tmp_path, tokenizer_dir, rules, tokens_per_second=4) as mesh,
         _client(mesh, "sidecar") as client,
         _client(mesh) as other,
     ):
@@ -213,7 +213,7 @@ async def test_at_a_stop_new_sessions_go_elsewhere_while_running_answers_end(
         session = await _on(mesh, other, "gateway-2")
         create: Any = mesh.openai(session).chat.completions.create
         ask = partial(create, model="policy", messages=SAID, stream=True)
-        short, long = await ask(max_tokens=20), await ask()
+        short, long = await ask(max_tokens=8), await ask()
         await anext(aiter(long))
         ending = asyncio.create_task(process.terminate())
 
@@ -227,7 +227,7 @@ async def test_at_a_stop_new_sessions_go_elsewhere_while_running_answers_end(
         await until(has_left)
         assert (await _on(mesh, client, "gateway-0")).api_key
         assert [one async for one in short][-1].choices[0].finish_reason == "length"
-        await long.close()  # an answer that would take minutes
+        await long.close()
         assert await ending == 0
         await until_free(client)
 
