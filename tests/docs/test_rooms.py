@@ -15,7 +15,7 @@ CEILINGS = {
     "services/collector/rollmesh/scorer": (366, 6),
     "clients/rollmesh/sidecar": (5_846, 17),
     "clients/rollmesh/client": (7_235, 24),
-    "clients/rollmesh/record": (3_575, 14),
+    "clients/rollmesh/record": (3_576, 14),
     "clients/rollmesh/batches": (1_082, 6),
     "clients/rollmesh/integrations": (4_605, 21),
     "clients/rollmesh/launch": (604, 4),

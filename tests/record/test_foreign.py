@@ -85,6 +85,7 @@ READ: dict[str, tuple[Callable[[str], session_pb2.SessionRecord], Change]] = {
     "no-rewards": (said, every(*(without(one, "reward") for one in ("sessions", "nodes")))),
     "edges": (said, all_of("sessions", edges=EDGES)),
     "dates": (said, far),
+    "trajectory-ids": (said, all_of("trajectories", trajectory_id="the main one")),
     "metadata": (said, all_of("sessions", metadata='{"a": 1, "b": null, "c": {"d": []}}')),
 }
 """Sessions that are shown and exported."""

@@ -701,8 +701,8 @@ class Trajectory:
     reasons: tuple[str, ...]
     """Fidelity reasons. ("EXACT",) if there are none."""
     path: trajectory_pb2.Trajectory = field(repr=False)
-    """A message that holds only the segments and the version spans. A tuple of messages would be
-    hundreds of objects per trajectory for the garbage collector to traverse."""
+    """A message that holds only the leaf, the segments and the version spans. A tuple of messages
+    would be hundreds of objects per trajectory for the garbage collector to traverse."""
     reward: float | None
     """The trajectory's own reward. None: the session's applies."""
     images: tuple[trajectory_pb2.TrajectoryImage, ...] = ()
@@ -740,7 +740,7 @@ class Trajectory:
             InvalidFieldError: The arrays differ in length.
         """
         arrays = read_tokens(proto)
-        path = trajectory_pb2.Trajectory()
+        path = trajectory_pb2.Trajectory(leaf_node_id=proto.leaf_node_id)
         path.segments.MergeFrom(proto.segments)
         path.version_spans.MergeFrom(proto.version_spans)
         return cls(
@@ -823,7 +823,7 @@ class SessionResult:
 
         Deliveries have them with `SubscribeOptions.messages`.
         """
-        leaf = int(trajectory.trajectory_id.rpartition("-")[2])
+        leaf = trajectory.path.leaf_node_id
         return conversation_of(self.recorded or session_pb2.SessionRecord(), leaf)
 
     @property

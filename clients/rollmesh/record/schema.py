@@ -223,7 +223,7 @@ def conform(table: str, found: Any, only: Collection[str] = ()) -> Any:
         if name not in (only or {name}) or name in OF_SPANS:
             continue
         if name == "session_id" and (name not in found.column_names or found[name].null_count):
-            raise arrow.ArrowInvalid(f"{name}: is missing or null; give each row its session's")
+            raise arrow.ArrowInvalid(f"{name}: is missing or null; give each row one")
         try:
             if name not in found.column_names:
                 column = arrow.chunked_array([arrow.nulls(len(found), type_)])

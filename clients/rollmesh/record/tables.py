@@ -585,10 +585,11 @@ def _check_path(one: _Row, nodes: Mapping[int, _Row], trained: set[int]) -> None
             raise InvalidFieldError(
                 "path", f"of {id_} has node {node['node_id']} after {before}, no parent of it"
             )
-        if visit["trained"] and node["node_id"] in trained:
-            raise InvalidFieldError("path", f"node {node['node_id']} is trained in two of them")
-        trained |= {node["node_id"]} if visit["trained"] else set()
         before = node["node_id"]
+        if visit["trained"]:
+            if before in trained:
+                raise InvalidFieldError("path", f"node {before} is trained in two of them")
+            trained.add(before)
 
 
 def _fill(one: trajectory_pb2.Trajectory, row: _Row, nodes: Mapping[int, _Row]) -> None:
