@@ -52,7 +52,7 @@ class _Look:
 
 
 class Observer(Connections):
-    """Reads the state of a mesh for `rollmesh.runtime.alarms`. It changes nothing.
+    """Reads the state of a mesh for the alarms of a mesh. It changes nothing.
 
     All servers are asked at the same time, and have 5 s. A server without an answer is noted.
     Sidecars, and engines that dial out, are not asked.

@@ -1,6 +1,6 @@
 """The processes of a mesh, planned from a mesh file or from defaults.
 
-`rollmesh.runtime.config` reads the file. `plan_mesh` plans for one
+`rollmesh.runtime.mesh_file` reads the file. `plan_mesh` plans for one
 machine. Other places plan with `processes` and `spec_of`.
 """
 
