@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -162,16 +162,18 @@ async def test_a_second_connector_waits_until_the_first_is_killed_and_takes_over
         both(tmp_path, tokenizer_dir, tokens_per_second=20) as (mesh, harbor),
         mesh.client() as client,
         command(mesh, harbor) as first,
+        AsyncExitStack() as stack,
     ):
         jobs = await submitted(harbor, unmarked=True)
-        async with connecting(client, harbor.url, "training-1") as second:
-            async with in_mid_answer(client, harbor):
-                await until(refused)
-                assert not second.connected.is_set()
-                first.kill()
-                await first.wait()
-            for job in jobs:
-                await harbor.ended(job)
-            sessions = await trained(client, 2 * AGENTS)
+        async with in_mid_answer(client, harbor):  # by the first, which is connected
+            connector = connecting(client, harbor.url, "training-1")
+            second = await stack.enter_async_context(connector)
+            await until(refused)
+            assert not second.connected.is_set()
+            first.kill()
+            await first.wait()
+        for job in jobs:
+            await harbor.ended(job)
+        sessions = await trained(client, 2 * AGENTS)
     check_books(harbor, sessions)
     assert min(interrupted(harbor)) >= 1

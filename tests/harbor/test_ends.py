@@ -178,11 +178,12 @@ async def test_a_connector_that_is_killed_while_it_ends_rollouts_leaves_the_rest
     async with both(tmp_path, tokenizer_dir) as (mesh, harbor), mesh.client() as client:
         (first := tmp_path / "first").touch()
         tasks = [harbor.task(str(at), ASKED) for at in range(12)]
-        async with command(mesh, harbor) as killed, connecting(client, harbor.url, "training-1"):
+        async with command(mesh, harbor) as killed:
             job = await harbor.submit("training-1", tasks, attempts=4, alone=str(first))
             sessions = await trained(client, 4)
             killed.kill()
             await killed.wait()
+        async with connecting(client, harbor.url, "training-1"):
             await harbor.ended(job)
             sessions += await trained(client, 44)
             await until(lambda: opened(mesh) == 0)
