@@ -1,6 +1,8 @@
 """Records that other programs write: what fits is read, and the rest is an error with its place."""
 
+import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -269,6 +271,22 @@ async def test_every_export_writes_what_fits_and_names_the_rest(
         assert field in told
     lacks = {"empty-messages", "null-messages"} if form in ("sft", "atif", "inspect") else set()
     assert set(exported(form, to)) == set(READ) - lacks
+
+
+async def test_spans_with_content_leave_out_what_is_no_message(
+    folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.common")
+    to = tmp_path / "out.jsonl"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rollmesh.record.export"),
+        *(f"--record={folder}", f"--to={to}", "--format=otel", "--content"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, told = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode == 1
+    assert b"Traceback" not in told
+    assert set(exported("otel", to)) == set(READ)
 
 
 def exported(form: str, to: Path) -> Iterator[str]:
