@@ -289,7 +289,7 @@ async def test_a_mesh_brings_its_weights_to_a_server_that_was_restarted(
     server: VllmServer, exact_model: Path, other_model_dir: Path, tmp_path: Path
 ) -> None:
     """It runs last: the server was restarted with other weights, and is once more."""
-    flags: dict[str, Any] = {"backend": server.backend, "attach": server.url}
+    flags: dict[str, Any] = {"backend": "vllm", "attach": server.url}
     async with scripted_mesh(tmp_path, exact_model, **flags) as mesh, mesh.client() as client:
         await client.push_weights(exact_model, 1)
         async with client.session() as session:

@@ -27,10 +27,12 @@ LONG_TURN: dict[str, Any] = {
 
 
 @asynccontextmanager
-async def flags_of(backend: str, folder: Path, model: Path) -> AsyncIterator[dict[str, object]]:
+async def flags_of(
+    folder: Path, model: Path, *, attached: bool
+) -> AsyncIterator[dict[str, object]]:
     """Flags of an engine that has the model, or is attached to a server that has it."""
-    flags: dict[str, object] = {"backend": backend, "model_path": model}
-    if backend == "vllm":
+    flags: dict[str, object] = {"backend": "vllm", "model_path": model}
+    if not attached:
         yield flags | {"dtype": "float32", "enforce_eager": True, "max_context_tokens": 2048}
         return
     async with server_of(VllmServer, folder) as server:
@@ -42,14 +44,14 @@ async def flags_of(backend: str, folder: Path, model: Path) -> AsyncIterator[dic
 @pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("backend", ["vllm", "vllm-http"])
+@pytest.mark.parametrize("attached", [False, True])
 async def test_turns_have_the_tokens_and_log_probs_that_the_engine_gives_directly(
-    tmp_path: Path, backend: str
+    tmp_path: Path, *, attached: bool
 ) -> None:
     """The connections are cut in the middle of the second answer."""
     model = make_model_dir(tmp_path / "model", spread=0.1)
     async with (
-        flags_of(backend, tmp_path, model) as flags,
+        flags_of(tmp_path, model, attached=attached) as flags,
         far_mesh(tmp_path, model, **flags) as (mesh, links),
         mesh.client() as client,
     ):
