@@ -273,9 +273,7 @@ async def test_every_export_writes_what_fits_and_names_the_rest(
     assert set(exported(form, to)) == set(READ) - lacks
 
 
-async def test_spans_with_content_have_messages_alone(
-    folder: Path, tmp_path: Path
-) -> None:
+async def test_spans_with_content_have_messages_alone(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.common")
     to = tmp_path / "out.jsonl"
     process = await asyncio.create_subprocess_exec(
