@@ -107,6 +107,8 @@ REFUSED: dict[str, tuple[Callable[[str], session_pb2.SessionRecord], Change, str
     "logprobs-none": (record, all_of("nodes", logprobs=None), "logprobs: of node 1"),
     "logprobs-nan": (record, each("nodes", lambda row: row.update(
         logprobs=[float("nan") for _ in row["logprobs"]])), "logprobs_f32le: has nan"),
+    "logprobs-null": (record, each("nodes", lambda row: row.update(
+        logprobs=[None for _ in row["logprobs"]])), "logprobs_f32le: has nan"),
     "mask-none": (record, without("nodes", "loss_mask"), "loss_mask: of node 1"),
     "reward-infinite": (said, all_of("sessions", reward=float("inf")), "reward: inf"),
     "nodes-none": (record, lambda rows: rows["nodes"].clear(), "path: of"),
@@ -137,7 +139,7 @@ REFUSED: dict[str, tuple[Callable[[str], session_pb2.SessionRecord], Change, str
         {"sha256": "../../_lock", "media_type": ""}]), "images: one cannot be read"),
 }  # fmt: skip
 """Sessions that are left out, with the field that the error names."""
-SHOWN = {"logprobs-nan", "reward-infinite", "roles", "context-none", "image"}
+SHOWN = {"logprobs-nan", "logprobs-null", "reward-infinite", "roles", "context-none", "image"}
 """Those that the viewer shows nevertheless."""
 
 
@@ -172,6 +174,20 @@ def test_what_is_wrong_with_a_session_is_said_with_its_file_and_field(
     assert (path.name in line, field in line) == (True, True), line
     with pytest.raises(SessionDamagedError, match=path.name):
         list(read_records(tmp_path))
+
+
+def test_an_image_names_no_file_outside_the_record(tmp_path: Path) -> None:
+    secret, folder = b"not an image", tmp_path / "record"
+    (folder / "images").mkdir(parents=True)
+    (tmp_path / "secret").write_bytes(secret)
+    named = [{"sha256": "../../secret", "media_type": ""}]
+    path = write(folder, record("outside"), all_of("sessions", images=named))
+    assert (folder / "images" / "../../secret").read_bytes() == secret
+    with pytest.raises(SessionDamagedError, match="images: one cannot be read"):
+        list(read_records(folder))
+    shown = read_session(path, "outside")
+    assert shown is not None
+    assert secret not in shown.SerializeToString()
 
 
 def test_columns_of_other_types_are_read(tmp_path: Path) -> None:
