@@ -28,6 +28,7 @@ def holding(schema: object) -> dict[str, Any]:
         pytest.param(wide(9, 7), 2, id="some"),
         pytest.param(wide(9, 9), 0, id="none"),
         pytest.param(wide(9) | {"required": ["p1", "p1", "gone", 3, {}]}, 8, id="odd names"),
+        pytest.param([{"$ref": "#/a"}, wide(2)], 2, id="a reference into a list"),
         pytest.param(holding(wide(5)), 5, id="nested"),
         pytest.param({"type": "array", "items": wide(5)}, 5, id="items"),
         pytest.param({"anyOf": [wide(5), holding(wide(4)), wide(3, 3)]}, 9, id="alternatives"),

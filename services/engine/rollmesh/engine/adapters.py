@@ -11,7 +11,8 @@ import logging
 import re
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -171,29 +172,26 @@ class Adapters:
             if not one.leaves
         ]
 
-    def take(self, request: engine_pb2.GenerateRequest) -> Adapter | None:
-        """Returns the adapter of a generation, None if it has none. It is used until `give_back`.
+    @contextmanager
+    def use(self, ref: sampling_pb2.AdapterRef) -> Iterator[Adapter]:
+        """Keeps an adapter in the block, for one generation.
 
         Raises:
             InvalidFieldError: Its name or version is malformed.
             AdapterUnknownError: It is not loaded.
         """
-        if not request.HasField("adapter"):
-            return None
-        check_adapter(request.adapter, "adapter")
-        held = self._held.get(revision_of(request.adapter))
+        check_adapter(ref, "adapter")
+        held = self._held.get(revision_of(ref))
         if held is None or held.leaves:
             raise AdapterUnknownError(
-                f"adapter: {request.adapter.name!r} version {request.adapter.version} is not "
-                "loaded; ask another engine, or push it"
+                f"adapter: {ref.name!r} version {ref.version} is not loaded; ask another engine, "
+                "or push it"
             )
         held.users += 1
-        return held.adapter
-
-    def give_back(self, adapter: Adapter | None) -> None:
-        """Ends the use of an adapter by one generation."""
-        if adapter is not None:
-            self._held[revision_of(adapter.ref)].users -= 1
+        try:
+            yield held.adapter
+        finally:
+            held.users -= 1
 
     async def load(self, header: engine_pb2.AdapterHeader, chunks: AsyncIterator[bytes]) -> None:
         """Loads a revision, and unloads what it replaces. All is checked before.

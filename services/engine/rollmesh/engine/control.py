@@ -26,7 +26,6 @@ from rollmesh.runtime.errors import (
     StaleVersionError,
     StoreFullError,
     SupersededError,
-    WeightsDroppedError,
 )
 from rollmesh.runtime.process import Scratch
 from rollmesh.runtime.rpc import check_room, write_chunks
@@ -35,7 +34,6 @@ from rollmesh.v1 import engine_pb2
 _T = TypeVar("_T")
 _DROPS_WEIGHTS = 2
 """The level of a sleep after which the weights are gone."""
-_RETRY_MS = 1000
 
 
 class Held(Enum):
@@ -218,18 +216,6 @@ class Control:
         if held := self.state.adapters:
             raise InvalidFieldError(
                 field, f"{held} adapters belong to the weights in use; unload them first"
-            )
-
-    def check_weights(self) -> None:
-        """Checks that there are weights to sample with.
-
-        Raises:
-            WeightsDroppedError: A sleep dropped them, and none were pushed since.
-        """
-        if not self.state.has_weights:
-            raise WeightsDroppedError(
-                "a sleep of level 2 dropped the engine's weights; wake it up, and push weights",
-                retry_delay_ms=_RETRY_MS,
             )
 
     @asynccontextmanager

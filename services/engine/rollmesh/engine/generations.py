@@ -6,14 +6,15 @@ import logging
 import uuid
 import zlib
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from contextlib import aclosing, contextmanager, nullcontext
+from functools import partial
+from operator import attrgetter
 
 from rollmesh.engine import metrics
 from rollmesh.engine.adapters import Adapters
 from rollmesh.engine.backend import (
     MOST_COLUMN_BYTES,
-    Adapter,
     Backend,
     ScoreInput,
     Scores,
@@ -33,11 +34,12 @@ from rollmesh.runtime.errors import (
     OverloadedError,
     RequestIdInUseError,
     RollmeshError,
+    WeightsDroppedError,
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc import to_status
 from rollmesh.runtime.telemetry import genai, set_request_id, tracing
-from rollmesh.v1 import engine_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _log = logging.getLogger(__name__)
 _MOST_ON_STREAM = 2_048
@@ -113,25 +115,27 @@ class Generations:
             RollmeshError: As Generate says.
         """
         generate, limits = request.generate, self._backend.limits
-        with self._held(generate) as adapter:
+        has_adapter = generate.HasField("adapter")
+        using = self._adapters.use(generate.adapter) if has_adapter else nullcontext()
+        with self._held(generate), using as adapter:
             crc32: int | None = zlib.crc32(generate.token_ids_u32le)
             if generate.HasField("constraint"):
                 checked = await asyncio.to_thread(read_generate, request, limits)
             else:
                 checked = read_generate(request, limits)
-            self.check_usable()
             await faults.reach("engine-before-first-token")
             if generate.images or adapter:
                 images = await self.images.read(generate.images, len(checked.token_ids))
                 checked = dataclasses.replace(checked, images=images, adapter=adapter)
-            self._control.check_weights()  # a sleep may have dropped them while images were read
+            self.check_usable()  # a sleep may have dropped the weights meanwhile
             was_aborted = self._running[generate.request_id]  # the backend did not know of it
             begun_ms = clock.monotonic_ms()
-            messages = _only(aborted()) if was_aborted else self._backend.generate(checked)
-            async with aclosing(messages):
-                async for whole in messages:
-                    for message in parted(whole):
-                        if message.HasField("finish"):
+            wholes = _only(aborted()) if was_aborted else self._backend.generate(checked)
+            async with aclosing(wholes):
+                async for whole in wholes:
+                    for message in parted(whole) if whole.columns else (whole,):
+                        is_last = message.HasField("finish")
+                        if is_last:
                             await faults.reach("engine-after-last-token")
                             message.finish.prompt_tokens = len(checked.token_ids)
                             message.finish.prompt_crc32 = zlib.crc32(generate.token_ids_u32le)
@@ -142,7 +146,7 @@ class Generations:
                         if crc32 is not None:
                             message.prompt_crc32, crc32 = crc32, None
                         yield message
-                        if message.HasField("finish"):
+                        if is_last:
                             return
             raise EngineDeadError("the backend ended a generation without a finish reason")
 
@@ -181,8 +185,8 @@ class Generations:
     @contextmanager
     def _held(
         self, request: engine_pb2.GenerateRequest | engine_pb2.ScoreTokensRequest
-    ) -> Iterator[Adapter | None]:
-        """Counts a request as running. Yields the adapter that it uses, if it uses one.
+    ) -> Iterator[None]:
+        """Counts a request as running.
 
         Raises:
             ModelMismatchError: It names another model.
@@ -193,15 +197,11 @@ class Generations:
             raise RequestIdInUseError(
                 f"request_id: {request.request_id!r} is running; give each attempt its own id"
             )
-        adapter: Adapter | None = None
-        if isinstance(request, engine_pb2.GenerateRequest):
-            adapter = self._adapters.take(request)
         self._running[request.request_id] = False
         try:
-            yield adapter
+            yield
         finally:
             del self._running[request.request_id]
-            self._adapters.give_back(adapter)
 
     async def abort(self, request_ids: set[str] | None) -> list[str]:
         """Aborts generations. Each ends with the tokens sampled so far.
@@ -228,10 +228,14 @@ class Generations:
         """Checks that the engine can sample.
 
         Raises:
-            WeightsDroppedError: It has no weights.
+            WeightsDroppedError: A sleep dropped its weights, and none were pushed since.
             EngineDeadError: The model's process died.
         """
-        self._control.check_weights()
+        if not self._control.state.has_weights:
+            raise WeightsDroppedError(
+                "a sleep of level 2 dropped the engine's weights; wake it up, and push weights",
+                retry_delay_ms=_RETRY_MS,
+            )
         if self._backend.died.is_set():
             raise EngineDeadError(f"{self._backend.death}; the engine is about to restart")
 
@@ -301,7 +305,19 @@ class GenerationStream:
     async def _read(self, requests: AsyncIterator[engine_pb2.GenerationsRequest]) -> None:
         async for request in requests:
             for begin in request.begin:
-                self._begin(begin)
+                number = begin.number
+                if number in self._running:
+                    raise InvalidFieldError("begin.number", f"{number} is in use; give another")
+                if len(self._running) >= _MOST_ON_STREAM:
+                    error = OverloadedError(
+                        f"the stream has {_MOST_ON_STREAM} generations; try again",
+                        retry_delay_ms=_RETRY_MS,
+                    )
+                    self._add(number).error.CopyFrom(to_status(error))
+                    continue
+                task = asyncio.get_running_loop().create_task(self._generate(begin))
+                self._running[number] = begin.request.generate.request_id, task
+                task.add_done_callback(partial(self._ended, number))
             if request.abort:
                 await asyncio.sleep(0)  # generations of the same message begin first
                 numbers = self._running.keys() & set(request.abort)
@@ -310,26 +326,14 @@ class GenerationStream:
                 if number in self._running:
                     self._running[number][1].cancel()
 
-    def _begin(self, begin: engine_pb2.BeginGeneration) -> None:
-        number = begin.number
-        if number in self._running:
-            raise InvalidFieldError("begin.number", f"{number} is in use; give another")
-        if len(self._running) >= _MOST_ON_STREAM:
-            error = OverloadedError(
-                f"the stream has {_MOST_ON_STREAM} generations; try again",
-                retry_delay_ms=_RETRY_MS,
-            )
-            self._add(number).error.CopyFrom(to_status(error))
-            return
-        task = asyncio.get_running_loop().create_task(self._generate(begin))
-        self._running[number] = begin.request.generate.request_id, task
-        task.add_done_callback(lambda _: self._ended(number))
-
-    def _ended(self, number: int) -> None:
+    def _ended(self, number: int, _: object) -> None:
         del self._running[number]
         self._changed.set()
 
-    def _add(self, number: int, column_bytes: int = 0) -> engine_pb2.GenerationFrame:
+    def _add(
+        self, number: int, columns: Iterable[sampling_pb2.TokenColumn] = ()
+    ) -> engine_pb2.GenerationFrame:
+        column_bytes = sum(map(attrgetter("data_bytes"), columns))
         if not self._waiting or self._column_bytes + column_bytes > MOST_COLUMN_BYTES:
             self._waiting.append(engine_pb2.GenerationsResponse())
             self._column_bytes = 0
@@ -348,24 +352,20 @@ class GenerationStream:
                     self._add(number).taken = True
                     async with aclosing(self._generations.run(request)) as messages:
                         async for message in messages:
-                            column_bytes = sum(one.data_bytes for one in message.columns)
-                            self._add(number, column_bytes).answer.CopyFrom(message)
+                            self._add(number, message.columns).answer.CopyFrom(message)
                             if span is not None:
                                 self._generations.describe(span, request.generate, message)
+        except RollmeshError as error:
+            failed = error
+        except TimeoutError:
+            failed = DeadlineError(f"the generation took longer than {begin.timeout_ms} ms")
         except Exception as error:  # the edge: everything becomes a status
-            self._add(number).error.CopyFrom(to_status(_typed(error, begin.timeout_ms)))
+            _log.error("generation failed with an unexpected error", exc_info=error)
+            failed = RollmeshError("unexpected error; see the engine's log")
+        else:
+            return
+        self._add(number).error.CopyFrom(to_status(failed))
 
 
-async def _only(
-    message: engine_pb2.TokenChunk,
-) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
+async def _only(message: engine_pb2.TokenChunk) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
     yield message
-
-
-def _typed(error: Exception, timeout_ms: int) -> RollmeshError:
-    if isinstance(error, RollmeshError):
-        return error
-    if isinstance(error, TimeoutError):
-        return DeadlineError(f"the generation took longer than {timeout_ms} ms")
-    _log.error("generation failed with an unexpected error", exc_info=error)
-    return RollmeshError("unexpected error; see the engine's log")

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -68,75 +68,53 @@ def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
             yield one
 
 
-def most_optional(schema: Any) -> int:
+def most_optional(root: Any) -> int:
     """Returns the largest number of optional properties that may come next at any position.
+
+    References point into the same schema. Each part is counted once, however many paths lead to
+    it. A part that refers to itself adds nothing to its own count.
 
     Raises:
         ValueError: The schema has too many parts, or its references nest too deeply.
     """
-    return _Counter(schema).count(schema, 0)
+    counts: dict[int, int] = {}  # by identity of the part, which the root keeps alive
 
-
-class _Counter:
-    """Counts within one schema. References point into the same schema.
-
-    Each part is counted once, however many paths lead to it. A part that refers to itself adds
-    nothing to its own count.
-    """
-
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._counts: dict[int, int] = {}
-        """By identity of the part, which the root keeps alive."""
-
-    def count(self, schema: Any, level: int) -> int:
+    def count(schema: Any, level: int) -> int:
         if not isinstance(schema, dict | list):
             return 0
-        known = self._counts.get(id(schema))
-        if known is not None:
+        if (known := counts.get(id(schema))) is not None:
             return known
         if level > _MOST_LEVELS:
             raise ValueError(f"its references nest deeper than {_MOST_LEVELS} levels")
-        if len(self._counts) == _MOST_PARTS:
+        if len(counts) == _MOST_PARTS:
             raise ValueError(f"has more than {_MOST_PARTS} objects and lists")
-        self._counts[id(schema)] = 0
-        if isinstance(schema, list):
-            found = max((self.count(one, level + 1) for one in schema), default=0)
-        else:
-            found = max(self._object_counts(schema, level))
-        self._counts[id(schema)] = found
-        return found
+        counts[id(schema)] = 0
+        parts = schema if isinstance(schema, list) else subschemas(schema)
+        most = max((count(one, level + 1) for one in parts), default=0)
+        if isinstance(schema, dict):
+            most = max(most, own(schema, level))
+        counts[id(schema)] = most
+        return most
 
-    def _object_counts(self, schema: dict[str, Any], level: int) -> Iterator[int]:
-        yield _own(schema)
+    def own(schema: dict[str, Any], level: int) -> int:
+        """Returns the count of what is no direct subschema: properties, reference, branches."""
+        most, required = 0, schema.get("required")
+        if isinstance(properties := schema.get("properties"), dict):
+            names = required if isinstance(required, list) else ()
+            most = len(properties.keys() - {one for one in names if isinstance(one, str)})
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
-            yield self.count(self._at(reference), level + 1)
-        for one in subschemas(schema):
-            yield self.count(one, level + 1)
+            part = root
+            for key in reference.removeprefix("#").split("/")[1:]:
+                name = key.replace("~1", "/").replace("~0", "~")
+                part = part.get(name) if isinstance(part, dict) else None
+            most = max(most, count(part, level + 1))
         for key in _ALTERNATIVES:
             if isinstance(branches := schema.get(key), list):
-                yield sum(self.count(one, level + 2) for one in branches)
+                most = max(most, sum(count(one, level + 2) for one in branches))
+        return most
 
-    def _at(self, reference: str) -> Any:
-        part = self._root
-        for key in reference.removeprefix("#").split("/")[1:]:
-            part = part.get(key.replace("~1", "/").replace("~0", "~"), {})
-            if not isinstance(part, dict):
-                return {}
-        return part
-
-
-def _own(schema: dict[str, Any]) -> int:
-    properties, required = schema.get("properties"), schema.get("required")
-    if not isinstance(properties, dict):
-        return 0
-    names = filter(properties.__contains__, _texts(required))
-    return len(properties) - len(set(names))
-
-
-def _texts(value: Any) -> list[str]:
-    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+    return count(root, 0)
 
 
 # Validates constraints as far as possible without a grammar library.
@@ -150,7 +128,7 @@ _FIELD = "constraint.structural_tag_json"
 
 
 def check_constraint(request: engine_pb2.GenerateRequest) -> None:
-    """Checks the constraint of a request, if it has one.
+    """Checks the constraint of a request that has one.
 
     The time is linear in its size: up to some 50 ms, so call it in a thread if there is one.
 
@@ -158,8 +136,6 @@ def check_constraint(request: engine_pb2.GenerateRequest) -> None:
         InvalidConstraintError: It is not a structural tag, or it is too large.
         InvalidSamplingError: A sampling parameter conflicts with it.
     """
-    if not request.HasField("constraint"):
-        return
     text = request.constraint.structural_tag_json
     if len(text.encode()) > _MAX_BYTES:
         raise InvalidConstraintError(_FIELD, f"has more than {_MAX_BYTES} bytes; simplify it")
@@ -200,9 +176,8 @@ def _is_deeper(value: object, levels: int) -> bool:
 
 
 _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}  # others 0
-_MAX_STOP_IDS = 64
-_MAX_ALLOWED = 4096
-_MAX_BIASES, _MOST_BIAS = 1024, 100.0
+_MOST_IDS = {"stop_token_ids": 64, "allowed_token_ids": 4096, "logit_bias": 1024}
+_MOST_BIAS = 100.0
 _MAX_BAD, _MAX_BAD_IDS = 1000, 256
 MAX_TOP_LOGPROBS = 20  # vLLM's own default limit
 _LEAST_TEMPERATURE = float(np.float32(0.01))
@@ -230,23 +205,28 @@ def read_sampling(
     if params.min_tokens > max_tokens:
         raise InvalidSamplingError("sampling.min_tokens", f"is above max_tokens, {max_tokens}")
     found.max_tokens, found.min_tokens = min(max_tokens, room), min(params.min_tokens, room)
-    _check_ids("stop_token_ids", params.stop_token_ids, _MAX_STOP_IDS, vocabulary_tokens)
-    _check_ids("allowed_token_ids", params.allowed_token_ids, _MAX_ALLOWED, vocabulary_tokens)
-    _check_ids("logit_bias", params.logit_bias, _MAX_BIASES, vocabulary_tokens)
-    if not all(-_MOST_BIAS <= bias <= _MOST_BIAS for bias in params.logit_bias.values()):
+    for name, most in _MOST_IDS.items():
+        ids = getattr(params, name)
+        if len(ids) > most or max(ids, default=0) >= vocabulary_tokens:
+            raise InvalidSamplingError(
+                f"sampling.{name}", f"give at most {most} ids below {vocabulary_tokens}"
+            )
+    if params.logit_bias and not all(abs(one) <= _MOST_BIAS for one in params.logit_bias.values()):
         raise InvalidSamplingError(
             "sampling.logit_bias", f"give {-_MOST_BIAS} to {_MOST_BIAS} for each id"
         )
-    bad = [one.token_ids for one in params.bad_sequences]
-    if len(bad) > _MAX_BAD or not all(0 < len(one) <= _MAX_BAD_IDS for one in bad):
-        raise InvalidSamplingError(
-            "sampling.bad_sequences",
-            f"give at most {_MAX_BAD} sequences of 1 to {_MAX_BAD_IDS} ids",
-        )
-    if any(id_ >= vocabulary_tokens for one in bad for id_ in one):
-        raise InvalidSamplingError("sampling.bad_sequences", f"give ids below {vocabulary_tokens}")
+    if bad := params.bad_sequences:
+        if len(bad) > _MAX_BAD or not all(0 < len(one.token_ids) <= _MAX_BAD_IDS for one in bad):
+            raise InvalidSamplingError(
+                "sampling.bad_sequences",
+                f"give at most {_MAX_BAD} sequences of 1 to {_MAX_BAD_IDS} ids",
+            )
+        if max(max(one.token_ids) for one in bad) >= vocabulary_tokens:
+            raise InvalidSamplingError(
+                "sampling.bad_sequences", f"give ids below {vocabulary_tokens}"
+            )
     if params.allowed_token_ids or bad:  # at least one token can always be sampled
-        masked = {one[-1] for one in bad}
+        masked = {one.token_ids[-1] for one in bad}
         masked |= set(params.stop_token_ids) if params.min_tokens else set()
         allowed = set(params.allowed_token_ids)
         left = len(allowed - masked) if allowed else vocabulary_tokens - len(masked)
@@ -289,13 +269,6 @@ def vllm_sampling(sampling: sampling_pb2.SamplingParams) -> dict[str, Any]:
     return found
 
 
-def _check_ids(name: str, ids: Collection[int], most: int, vocabulary_tokens: int) -> None:
-    if len(ids) > most or any(id_ >= vocabulary_tokens for id_ in ids):
-        raise InvalidSamplingError(
-            f"sampling.{name}", f"give at most {most} ids below {vocabulary_tokens}"
-        )
-
-
 _MAX_ID_CHARS = 128
 _MAX_BANNED = 64
 
@@ -309,8 +282,7 @@ def read_generate(streamed: engine_pb2.StreamedGenerate, limits: ModelLimits) ->
         InvalidFieldError: Names the field and its fault.
     """
     request = streamed.generate
-    _check_request_id(request.request_id)
-    token_ids = unpack_ids(request.token_ids_u32le, "token_ids_u32le")
+    token_ids = _read_sequence(request, limits, room=1)
     room = max(limits.max_context_tokens - len(token_ids), 1)
     sampling = read_sampling(request.sampling, room, limits.vocabulary_tokens)
     request.sampling.CopyFrom(sampling)
@@ -318,23 +290,6 @@ def read_generate(streamed: engine_pb2.StreamedGenerate, limits: ModelLimits) ->
         raise InvalidFieldError(
             "top_logprobs", f"is {request.top_logprobs}; give at most {MAX_TOP_LOGPROBS}"
         )
-    _check_columns(request, limits, len(token_ids))
-    check_constraint(request)
-    banned = request.banned_token_ids
-    if len(banned) > _MAX_BANNED or any(id_ >= limits.vocabulary_tokens for id_ in banned):
-        raise InvalidFieldError(
-            "banned_token_ids", f"give at most {_MAX_BANNED} ids below {limits.vocabulary_tokens}"
-        )
-    _check_tokens(token_ids, limits, room=1)
-    if request.sampled_tokens >= len(token_ids):
-        raise InvalidFieldError(
-            "sampled_tokens",
-            f"is {request.sampled_tokens} of {len(token_ids)} ids; a prompt begins with others",
-        )
-    return GenerateInput(request, token_ids, streamed.max_chunk_tokens, streamed.collect_ms)
-
-
-def _check_columns(request: engine_pb2.GenerateRequest, limits: ModelLimits, tokens: int) -> None:
     for at, kind in enumerate(request.columns):
         name = name_of(sampling_pb2.ColumnKind.DESCRIPTOR, kind)
         if kind not in limits.columns:
@@ -342,9 +297,23 @@ def _check_columns(request: engine_pb2.GenerateRequest, limits: ModelLimits, tok
             raise InvalidFieldError(f"columns[{at}]", problem)
         if kind in request.columns[:at]:
             raise InvalidFieldError(f"columns[{at}]", f"is {name} again; give each kind once")
-    if request.routed_experts_start and request.routed_experts_start >= tokens:
-        problem = f"is {request.routed_experts_start}; give one below the {tokens} ids"
+    first = request.routed_experts_start
+    if first and first >= len(token_ids):
+        problem = f"is {first}; give one below the {len(token_ids)} ids"
         raise InvalidFieldError("routed_experts_start", problem)
+    if request.HasField("constraint"):
+        check_constraint(request)
+    banned = request.banned_token_ids
+    if len(banned) > _MAX_BANNED or max(banned, default=0) >= limits.vocabulary_tokens:
+        raise InvalidFieldError(
+            "banned_token_ids", f"give at most {_MAX_BANNED} ids below {limits.vocabulary_tokens}"
+        )
+    if request.sampled_tokens >= len(token_ids):
+        raise InvalidFieldError(
+            "sampled_tokens",
+            f"is {request.sampled_tokens} of {len(token_ids)} ids; a prompt begins with others",
+        )
+    return GenerateInput(request, token_ids, streamed.max_chunk_tokens, streamed.collect_ms)
 
 
 MAX_TOP_K = 256
@@ -356,11 +325,9 @@ def read_score(request: engine_pb2.ScoreTokensRequest, limits: ModelLimits) -> S
     Raises:
         InvalidFieldError: Names the field and its fault.
     """
-    _check_request_id(request.request_id)
-    token_ids = unpack_ids(request.token_ids_u32le, "token_ids_u32le")
     given = request.ids_u32le
     fills = limits.scores_whole_context and not given
-    _check_tokens(token_ids, limits, room=0 if fills else 1)
+    token_ids = _read_sequence(request, limits, room=0 if fills else 1)
     start, most = max(request.start, 1), min(MAX_TOP_K, limits.vocabulary_tokens)
     if start >= len(token_ids):
         raise InvalidFieldError(
@@ -387,19 +354,22 @@ def read_score(request: engine_pb2.ScoreTokensRequest, limits: ModelLimits) -> S
     return ScoreInput(request.request_id, token_ids, start, 0, ids.reshape(-1, width))
 
 
-def _check_request_id(request_id: str) -> None:
-    if not 0 < len(request_id) <= _MAX_ID_CHARS:
-        raise InvalidFieldError("request_id", f"give 1 to {_MAX_ID_CHARS} characters")
-
-
-def _check_tokens(ids: TokenIds, limits: ModelLimits, room: int) -> None:
-    """Checks a sequence against the limits of the model, which must hold `room` more ids.
+def _read_sequence(
+    request: engine_pb2.GenerateRequest | engine_pb2.ScoreTokensRequest,
+    limits: ModelLimits,
+    room: int,
+) -> TokenIds:
+    """Returns the ids of a request, uint32 [N]. The model must hold `room` more.
 
     Raises:
+        InvalidFieldError: The request has no id, or a long one.
         PromptEmptyError: It has no ids.
         TokenOutOfVocabularyError: It has an id outside of the vocabulary.
         PromptTooLongError: It leaves too little room.
     """
+    if not 0 < len(request.request_id) <= _MAX_ID_CHARS:
+        raise InvalidFieldError("request_id", f"give 1 to {_MAX_ID_CHARS} characters")
+    ids = unpack_ids(request.token_ids_u32le, "token_ids_u32le")
     if not len(ids):
         raise PromptEmptyError("token_ids_u32le", "is empty; send at least one id")
     _check_vocabulary("token_ids_u32le", ids, limits)
@@ -408,6 +378,7 @@ def _check_tokens(ids: TokenIds, limits: ModelLimits, room: int) -> None:
             "token_ids_u32le",
             f"has {len(ids)} ids; at most {limits.max_context_tokens - room} fit into the context",
         )
+    return ids
 
 
 def _check_vocabulary(field: str, ids: TokenIds, limits: ModelLimits) -> None:

@@ -64,7 +64,6 @@ class _Request:
     """An admitted request."""
 
     reply: TokenIds
-    top_logprobs: int
     vocabulary: int
     asked: engine_pb2.GenerateRequest
     prompt: TokenIds
@@ -84,18 +83,17 @@ class _Request:
             self.spans.append(span)
         self.spans[-1].end = self.sampled
 
-    def messages(self, start: int, size: int) -> Iterator[engine_pb2.TokenChunk]:
-        """Yields the tokens sampled since `start`, at most `size` tokens of one version each."""
+    def messages(self, first: int, size: int) -> Iterator[engine_pb2.TokenChunk]:
+        """Yields the tokens sampled since `first`, at most `size` tokens of one version each."""
         for span in self.spans:
-            for at in range(max(start, span.start), span.end, size):
-                yield self._message(at, min(at + size, span.end), span.policy_version)
-
-    def _message(self, start: int, end: int, version: int) -> engine_pb2.TokenChunk:
-        ids = self.reply[start:end]
-        made = message(ids, *_ranked(ids, self.top_logprobs, self.vocabulary), version)
-        if self.asked.columns and len(ids):
-            made.columns.extend(self._columns(start, end))
-        return made
+            for start in range(max(first, span.start), span.end, size):
+                end = min(start + size, span.end)
+                ids = self.reply[start:end]
+                ranked = _ranked(ids, self.asked.top_logprobs, self.vocabulary)
+                made = message(ids, *ranked, span.policy_version)
+                if self.asked.columns:
+                    made.columns.extend(self._columns(start, end))
+                yield made
 
     def _columns(self, start: int, end: int) -> Iterator[sampling_pb2.TokenColumn]:
         """Yields the columns that come with sampled tokens: experts of the tokens before them."""
@@ -264,13 +262,20 @@ class ScriptedBackend:
             *parts, last = [*state.messages(passed, most)] or [aborted()]
             for part in parts:
                 yield part
-            last.finish.CopyFrom(self._finish(state, request))
+            finish, sampling = last.finish, request.generate.sampling
+            finish.version_spans.extend(state.spans)
+            if state.aborted:
+                finish.reason = sampling_pb2.FINISH_REASON_ABORT
+            elif (end := int(state.reply[-1])) in self._stops(sampling):
+                finish.reason, finish.stop_token_id = sampling_pb2.FINISH_REASON_STOP, end
+            else:
+                finish.reason = sampling_pb2.FINISH_REASON_LENGTH
             yield last
 
     async def score(self, request: ScoreInput) -> Scores | None:
         """Returns the scores of a sequence after one step of the clock. None if it was aborted."""
         reply = request.token_ids[-1:]
-        state = _Request(reply, 0, self._vocabulary, engine_pb2.GenerateRequest(), reply)
+        state = _Request(reply, self._vocabulary, engine_pb2.GenerateRequest(), reply)
         async with self._admitted(request.request_id, state):
             while not state.over:
                 await self._step(state, 1)
@@ -397,32 +402,32 @@ class ScriptedBackend:
         )
 
     def _new_request(self, request: GenerateInput) -> _Request:
-        generate, sampling = request.generate, request.generate.sampling
-        more = "".join(image.sha256 for image in generate.images)
+        """Returns a request with its whole reply.
+
+        If the prompt ends with a part of a reply to the prompt before, the rest of that follows.
+        """
+        prompt, generate, sampling = request.token_ids, request.generate, request.generate.sampling
+        more = "".join([image.sha256 for image in generate.images])
         if request.adapter is not None:
             more += f" {request.adapter.ref.name} {request.adapter.ref.version}"
         if sampling.HasField("seed"):
             more += f" {sampling.seed}"
-        reply = self._rest(request.token_ids, generate.sampled_tokens, more)
-        stops = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stops.add(self._eos_id)
+        sampled = generate.sampled_tokens
+        begun, start = prompt[len(prompt) - sampled :], len(prompt) - sampled
+        reply = self._continuation(prompt[:start], more)
+        if sampled < len(reply) and np.array_equal(reply[:sampled], begun):
+            reply = reply[sampled:]
+        else:
+            reply = self._continuation(prompt, more)
+        stops = self._stops(sampling)
         for at, token in enumerate(reply.tolist(), start=1):
             if token in stops and at >= sampling.min_tokens:
                 reply = reply[:at]
                 break
-        room = self.limits.max_context_tokens - len(request.token_ids)
-        reply = reply[: min(sampling.max_tokens, room)]
-        top = generate.top_logprobs
-        return _Request(reply, top, self._vocabulary, generate, request.token_ids)
+        return _Request(reply[: sampling.max_tokens], self._vocabulary, generate, prompt)
 
-    def _rest(self, prompt: TokenIds, sampled: int, more: str) -> TokenIds:
-        """Returns the reply to a prompt, or its rest if the prompt ends with a part of it."""
-        start = len(prompt) - sampled
-        reply = self._continuation(prompt[:start], more)
-        if sampled < len(reply) and np.array_equal(reply[:sampled], prompt[start:]):
-            return reply[sampled:]
-        return self._continuation(prompt, more)
+    def _stops(self, sampling: sampling_pb2.SamplingParams) -> set[int]:
+        return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (self._eos_id,))}
 
     def _continuation(self, prompt: TokenIds, more: str) -> TokenIds:
         for after, reply in self._rules:
@@ -438,20 +443,6 @@ class ScriptedBackend:
         words = (np.arange(1, self._config.reply_tokens, dtype=np.uint64) * 2654435761 + seed) >> 7
         ids = words % np.uint64(self._vocabulary - 2) + np.uint64(2)
         return np.append(ids, self._eos_id).astype(np.uint32)
-
-    def _finish(self, state: _Request, request: GenerateInput) -> engine_pb2.GenerateFinish:
-        finish = engine_pb2.GenerateFinish(version_spans=state.spans)
-        if state.aborted:
-            finish.reason = sampling_pb2.FINISH_REASON_ABORT
-            return finish
-        last = int(state.reply[-1])
-        sampling = request.generate.sampling
-        eos = last == self._eos_id and not sampling.ignore_eos
-        if eos or last in sampling.stop_token_ids:
-            finish.reason, finish.stop_token_id = sampling_pb2.FINISH_REASON_STOP, last
-        else:
-            finish.reason = sampling_pb2.FINISH_REASON_LENGTH
-        return finish
 
 
 def _read_names(source: Path) -> None:
