@@ -262,7 +262,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._receiving = self.cycle
         announced = math.inf if length is None else int(length)
-        held = HeldRequest(self._server.in_flight, f"address {self.address}", announced)
+        held = HeldRequest(self._server.in_flight, announced, f"address {self.address}")
         self._held.append(held)
         self.scope[HELD_BODY] = held  # type: ignore[literal-required]  # of this server alone
         self._begun = self.loop.time()

@@ -24,7 +24,7 @@ from rollmesh.engine.backend import (
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.control import Control
 from rollmesh.engine.requests import RequestImages, read_generate, read_score
-from rollmesh.runtime import BytesInFlight, clock
+from rollmesh.runtime import BytesInFlight, HeldRequest, clock
 from rollmesh.runtime.errors import (
     DeadlineError,
     EngineDeadError,
@@ -161,14 +161,15 @@ class Generations:
         with self._held(request):
             checked = read_score(request, self._backend.limits)
             size = 8 * len(checked.token_ids) * checked.width
-            self._scores.take(size, held=0, size=size)
+            held = HeldRequest(self._scores, size)
+            held.take(size)
             try:
                 scores = await self._scored(checked)
                 metrics.scored(len(scores.logprobs))
                 for message in scores.messages():
                     yield message
             finally:
-                self._scores.give(size)
+                held.give()
 
     async def _scored(self, request: ScoreInput) -> Scores:
         """Scores a sequence, again if new weights came in the middle: versions are never mixed."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -22,8 +22,8 @@ from rollmesh.runtime.errors import (
     StartingError,
     UndecodableError,
 )
-from rollmesh.runtime.in_flight import BytesInFlight
-from rollmesh.runtime.rpc.statuses import status_code_of, to_status
+from rollmesh.runtime.in_flight import BytesInFlight, HeldRequest
+from rollmesh.runtime.rpc.statuses import to_status
 from rollmesh.runtime.telemetry import tracing
 from rollmesh.runtime.telemetry.logs import current_request_id, fields, set_request_id
 from rollmesh.runtime.telemetry.metrics import count_rpc
@@ -76,14 +76,6 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         return wrapped
 
 
-def _value(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> str:
-    """Returns the text of an entry, empty if there is none."""
-    for key, value in metadata or ():
-        if key == name:
-            return value if isinstance(value, str) else ""
-    return ""
-
-
 @dataclass(frozen=True, slots=True)
 class _Refusal:
     """Replaces a request that was refused while it was read.
@@ -113,18 +105,19 @@ class _Call:
         self._method = details.method
         self._inner: Callable[[Any, Context], Any] = getattr(handler, kind)
         self._parse = handler.request_deserializer
-        self._in_flight = None if handler.request_streaming else server.in_flight
-        self._held = 0
+        self._counts = server.in_flight is not None and not handler.request_streaming
+        self._held: HeldRequest | None = None
         self._requests: AsyncIterator[Any] | None = None
         self._streams_requests = handler.request_streaming
         metadata = details.invocation_metadata
-        self._request_id = _value(metadata, "x-request-id")
-        self._traceparent = _value(metadata, tracing.TRACEPARENT) if tracing.is_on() else ""
+        named: dict[str, Any] = dict(metadata or ())
+        self._request_id = named.get("x-request-id", "")
+        self._traceparent = named.get(tracing.TRACEPARENT, "")
         self._entry = None
         if server.guard is not None:
             self._entry = server.guard.meet(details.method, metadata)
             if server.guard.is_refused(self._entry):
-                self._parse = self._in_flight = None  # a stranger's bytes are not parsed
+                self._parse, self._counts = None, False  # a stranger's bytes are not parsed
         self._code = "CANCELLED"
         # While an answer waits for the caller: since when, and the task that ends the call.
         self._waits_since: float | None = None
@@ -134,9 +127,9 @@ class _Call:
     def read(self, data: bytes) -> Any:
         """Deserialises a request and counts its bytes. Returns a `_Refusal` instead of raising."""
         try:
-            if self._in_flight is not None:
-                self._in_flight.take(len(data), held=self._held, size=len(data))
-                self._held += len(data)
+            if self._counts and self._server.in_flight is not None:
+                self._held = HeldRequest(self._server.in_flight, len(data))
+                self._held.take(len(data))
             if self._parse is None:
                 return data
             request = self._parse(data)
@@ -165,23 +158,6 @@ class _Call:
         return request
 
     async def answer(self, request: Any, context: Context) -> Any:
-        """Runs the handler, sends its answers, and turns its exception into a status."""
-        set_request_id(self._request_id or uuid.uuid4().hex)
-        if self._traceparent:
-            tracing.join(self._traceparent)
-        started = time.perf_counter()
-        try:
-            answer = await self._run(request, context)
-            self._code = "OK"
-        except Exception as error:  # the edge: everything becomes a status
-            await self._fail(error, context)
-        else:
-            return answer
-        finally:
-            self._release()
-            count_rpc(self._method, self._code, time.perf_counter() - started)
-
-    async def _run(self, request: Any, context: Context) -> Any:
         """Admits the caller, runs the handler, and sends the answers of a stream.
 
         gRPC takes an answer only when the caller has read most of those before it. A caller that
@@ -190,41 +166,50 @@ class _Call:
         caller reads on or leaves: gRPC sends nothing past an answer.
 
         Returns:
-            The answer of a unary method.
-
-        Raises:
-            RollmeshError: The call or its request is refused.
-            DeadlineError: The caller did not read in time.
+            The answer of a unary method. An exception becomes the status of the call.
         """
-        if self._streams_requests:
-            self._requests = request
-        if self._server.guard is not None and self._entry is not None:
-            await self._server.guard.admit(self._entry, context, self._requests)
-        if isinstance(request, _Refusal):
-            raise request.error
-        starting = self._server.starting
-        if starting and self._method[1:].rpartition("/")[0] in starting:
-            raise StartingError("the service is reading its store", retry_delay_ms=_RETRY_MS)
-        answers = self._inner(self if self._streams_requests else request, context)
-        if not hasattr(answers, "__aiter__"):
-            return await answers  # of a unary method, or of a stream that is written to the context
-        self._answers = answers
-        self._loop, unread_s = asyncio.get_running_loop(), self._server.unread_s
-        # One timer looks periodically: an answer may be a single token.
-        self._timer = self._loop.call_later(unread_s, self._look)
+        set_request_id(self._request_id or uuid.uuid4().hex)
+        if self._traceparent:
+            tracing.join(self._traceparent)
+        began = time.perf_counter()
+        server, answer = self._server, None
         try:
-            async for answer in answers:
-                self._waits_since = self._loop.time()
-                await context.write(answer)
-                self._waits_since = None
-                if self._closing is not None:
-                    raise DeadlineError(
-                        f"the caller read nothing of the stream for {unread_s:g} s; call again"
-                    )
+            if self._streams_requests:
+                self._requests = request
+            if server.guard is not None and self._entry is not None:
+                await server.guard.admit(self._entry, context, self._requests)
+            if isinstance(request, _Refusal):
+                raise request.error
+            if server.starting and self._method[1:].rpartition("/")[0] in server.starting:
+                raise StartingError("the service is reading its store", retry_delay_ms=_RETRY_MS)
+            answers = self._inner(self if self._streams_requests else request, context)
+            if not hasattr(answers, "__aiter__"):
+                answer = await answers  # of a unary method, or of a stream written to the context
+            else:
+                self._answers, self._loop = answers, asyncio.get_running_loop()
+                # One timer looks periodically: an answer may be a single token.
+                self._timer = self._loop.call_later(server.unread_s, self._look)
+                try:
+                    async for one in answers:
+                        self._waits_since = self._loop.time()
+                        await context.write(one)
+                        self._waits_since = None
+                        if self._closing is not None:
+                            raise DeadlineError(
+                                "the caller read nothing of the stream for "
+                                f"{server.unread_s:g} s; call again"
+                            )
+                finally:
+                    self._timer.cancel()
+                    await (self._closing or answers.aclose())
+            self._code = "OK"
+        except Exception as error:  # the edge: everything becomes a status
+            await self._fail(error, context)
         finally:
-            self._timer.cancel()
-            await (self._closing or answers.aclose())
-        return None
+            if self._held is not None:
+                self._held.give()
+            count_rpc(self._method, self._code, time.perf_counter() - began)
+        return answer
 
     def _look(self) -> None:
         """Ends the call if an answer has waited too long."""
@@ -241,7 +226,8 @@ class _Call:
         try:
             await self._answers.aclose()
         finally:
-            self._release()
+            if self._held is not None:
+                self._held.give()
 
     async def _fail(self, error: Exception, context: Context) -> NoReturn:
         """Ends the call with the status of an error."""
@@ -254,16 +240,9 @@ class _Call:
             _log.error("unexpected error", exc_info=error, extra=fields(method=self._method))
             request_id = current_request_id()
             error = RollmeshError(f"unexpected error; see the log under request id {request_id}")
-        status = to_status(error)
-        self._code = status_code_of(error).name
+        self._code = error.code
         try:
-            await context.abort_with_status(rpc_status.to_status(status))
+            await context.abort_with_status(rpc_status.to_status(to_status(error)))
         except grpc.aio.InternalError:  # likewise. gRPC would log it with a traceback
             raise asyncio.CancelledError from None
         raise AssertionError("abort returned")
-
-    def _release(self) -> None:
-        """Stops counting the bytes of the requests."""
-        if self._in_flight is not None and self._held:
-            self._in_flight.give(self._held)
-            self._held = 0
