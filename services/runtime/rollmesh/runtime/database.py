@@ -71,12 +71,9 @@ class Jobs(Generic[_Door]):
             ) from None
         return future
 
-    def refuse(self) -> None:
-        """Refuses jobs from now on."""
+    def close(self) -> None:
+        """Refuses jobs, and ends the thread after those that wait. May wait for a place for that."""
         self._closing = True
-
-    def end(self) -> None:
-        """Ends the thread after the waiting jobs. May wait for a place in the queue."""
         self._queue.put(None)
 
     def next_batch(self, timeout_s: float | None = None) -> list[Job[_Door]] | None:
@@ -183,8 +180,7 @@ class Database(AbstractAsyncContextManager["Database"]):
         traceback: TracebackType | None,
     ) -> None:
         """Runs the waiting jobs and closes the file."""
-        self._jobs.refuse()
-        await asyncio.to_thread(self._jobs.end)
+        await asyncio.to_thread(self._jobs.close)
         await asyncio.to_thread(self._thread.join)
 
     async def lost(self) -> str:
@@ -218,9 +214,7 @@ class Database(AbstractAsyncContextManager["Database"]):
                 self._opened.set_result(None)
                 while (batch := self._jobs.next_batch(_LOOK_S)) is not None:
                     try:
-                        if not batch:
-                            self._check_files()
-                        _run_batch(connection, batch, self._check_files)
+                        self._run_batch(connection, batch)
                     except BaseException:  # the edge of the thread: no caller may hang
                         _log.critical("store thread failed", exc_info=True)
                         self._died = True
@@ -256,6 +250,42 @@ class Database(AbstractAsyncContextManager["Database"]):
             self._lost.set_result(error.message)
         return error
 
+    def _run_batch(
+        self, connection: sqlite3.Connection, batch: list[Job[sqlite3.Connection]]
+    ) -> None:
+        outcomes: list[tuple[Future[Any], Any, Exception | None]] = []
+        try:
+            if batch:
+                connection.execute("BEGIN IMMEDIATE")
+            for work, future in batch:
+                connection.execute("SAVEPOINT work")
+                result, failure = None, None
+                try:
+                    result = work(connection)
+                except Exception as error:
+                    failure = error
+                    if isinstance(error, sqlite3.Error):
+                        if not connection.in_transaction:
+                            raise  # SQLite rolled back the whole batch, as when the disk is full
+                        failure = _typed(error)
+                    connection.execute("ROLLBACK TO work")
+                connection.execute("RELEASE work")
+                outcomes.append((future, result, failure))
+            if batch:
+                connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            outcomes = [(future, None, _typed(error)) for _, future in batch]
+        lost = self._check_files()  # after the commit: acknowledged data is in the named file
+        for future, result, failure in outcomes:
+            if not future.set_running_or_notify_cancel():
+                continue
+            if error := lost or failure:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
     def _lock(self) -> IO[bytes]:
         """Takes the lock. Closing the returned file releases it. Children do not inherit it."""
         owner_only.make_folder(self.path.parent)
@@ -271,28 +301,24 @@ class Database(AbstractAsyncContextManager["Database"]):
         return lock
 
     def _open(self) -> sqlite3.Connection:
-        self._check_version()
+        """Opens the file. One of another version is refused without a change of any byte.
+
+        SQLite would recover a file on opening it, and empty its write-ahead log on closing it.
+        """
+        if self.path.exists() and self.path.stat().st_size:
+            # The version is written before the first table, and before the log exists.
+            unchanged = f"file:{quote(str(self.path.absolute()))}?mode=ro&immutable=1"
+            with closing(sqlite3.connect(unchanged, uri=True)) as connection:
+                (found,) = connection.execute("PRAGMA user_version").fetchone()
+                (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            known = range(self._version - len(self._upgrades), self._version + 1)
+            if found not in known and (found or tables):
+                raise StoreError(refusal(str(self.path), found, self._version))
         for end in ("", "-wal", "-shm", ".lock"):  # SQLite gives new ones the mode of the first
             path = self.path.with_name(f"{self.path.name}{end}")
             if not end or path.exists():
                 owner_only.make_file(path)
         return sqlite3.connect(self.path, isolation_level=None)
-
-    def _check_version(self) -> None:
-        """Refuses a file of another version without a change of any byte.
-
-        SQLite would recover a file on opening it, and empty its write-ahead log on closing it.
-        """
-        if not self.path.exists() or not self.path.stat().st_size:
-            return
-        # The version is written before the first table, and before the log exists.
-        unchanged = f"file:{quote(str(self.path.absolute()))}?mode=ro&immutable=1"
-        with closing(sqlite3.connect(unchanged, uri=True)) as connection:
-            (found,) = connection.execute("PRAGMA user_version").fetchone()
-            (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        known = range(self._version - len(self._upgrades), self._version + 1)
-        if found not in known and (found or tables):
-            raise StoreError(refusal(str(self.path), found, self._version))
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         connection.execute(f"PRAGMA page_size = {self._page_bytes:d}")
@@ -308,49 +334,6 @@ class Database(AbstractAsyncContextManager["Database"]):
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
         connection.executescript(self._schema)
-
-
-def _run_batch(
-    connection: sqlite3.Connection,
-    batch: list[Job[sqlite3.Connection]],
-    check_files: Callable[[], StoreLostError | None],
-) -> None:
-    if not batch:
-        return
-    outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
-    try:
-        connection.execute("BEGIN IMMEDIATE")
-        for work, future in batch:
-            outcomes.append((future, *_run_work(connection, work)))
-        connection.execute("COMMIT")
-    except sqlite3.Error as error:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        outcomes = [(future, None, _typed(error)) for _, future in batch]
-    lost = check_files()  # after the commit: acknowledged data is in the named file
-    if lost is not None:
-        outcomes = [(future, None, lost) for _, future in batch]
-    for future, result, failure in outcomes:
-        if not future.set_running_or_notify_cancel():
-            continue
-        if failure is None:
-            future.set_result(result)
-        else:
-            future.set_exception(failure)
-
-
-def _run_work(connection: sqlite3.Connection, work: Work[Any]) -> tuple[Any, Exception | None]:
-    connection.execute("SAVEPOINT work")
-    try:
-        result = work(connection)
-    except Exception as error:
-        if isinstance(error, sqlite3.Error) and not connection.in_transaction:
-            raise  # SQLite rolled back the whole batch, as it does when the disk is full
-        connection.execute("ROLLBACK TO work")
-        connection.execute("RELEASE work")
-        return None, _typed(error) if isinstance(error, sqlite3.Error) else error
-    connection.execute("RELEASE work")
-    return result, None
 
 
 def _fail(batch: list[Job[sqlite3.Connection]]) -> None:
@@ -383,8 +366,11 @@ class Statements(ABC):
     """Errors of the database that end the transaction."""
 
     @abstractmethod
-    def _execute(self, sql: str, parameters: Sequence[Any]) -> Any:
-        """Runs a statement and returns its cursor."""
+    def run(self, sql: str, *parameters: Any) -> Any:
+        """Runs a statement and returns its cursor.
+
+        The error of one without rows may be raised by a later statement.
+        """
 
     @abstractmethod
     def run_many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
@@ -400,27 +386,27 @@ class Statements(ABC):
 
     def rows(self, sql: str, *parameters: Any) -> list[Row]:
         """Runs a statement and returns its rows."""
-        rows: list[Row] = self._execute(sql, parameters).fetchall()
+        rows: list[Row] = self.run(sql, *parameters).fetchall()
         return rows
-
-    def run(self, sql: str, *parameters: Any) -> None:
-        """Runs a statement without rows. Its error may be raised by a later statement."""
-        self._execute(sql, parameters)
 
     def changed(self, sql: str, *parameters: Any) -> int:
         """Runs a statement without rows and returns the number of rows that it changed."""
-        changed: int = self._execute(sql, parameters).rowcount
+        changed: int = self.run(sql, *parameters).rowcount
         return changed
 
     def row(self, sql: str, *parameters: Any) -> Row | None:
         """Runs a statement and returns its only row, or None."""
-        rows = self.rows(sql, *parameters)
+        rows: list[Row] = self.run(sql, *parameters).fetchall()
         return rows[0] if rows else None
 
     def value(self, sql: str, *parameters: Any) -> Any:
         """Runs a statement and returns the value of its only row."""
-        ((found,),) = self.rows(sql, *parameters)
+        ((found,),) = self.run(sql, *parameters).fetchall()
         return found
+
+
+_NUMBERS = tuple(map(str, range(1, 100)))
+"""Names of the parameters `?1` and `?2`: sqlite3 binds a sequence to `?` alone."""
 
 
 class SqliteStatements(Statements):
@@ -429,12 +415,14 @@ class SqliteStatements(Statements):
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
 
-    def _execute(self, sql: str, parameters: Sequence[Any]) -> Any:
-        return self._db.execute(sql, _by_number(parameters))
+    def run(self, sql: str, *parameters: Any) -> Any:
+        """Runs a statement and returns its cursor."""
+        return self._db.execute(sql, dict(zip(_NUMBERS, parameters, strict=False)))
 
     def run_many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
         """Runs a statement without rows for each of the parameters."""
-        self._db.executemany(sql, map(_by_number, parameters))
+        named = (dict(zip(_NUMBERS, one, strict=False)) for one in parameters)
+        self._db.executemany(sql, named)
 
     def within(self, number: int) -> str:
         """Returns SQL for "is one of"."""
@@ -443,8 +431,3 @@ class SqliteStatements(Statements):
     def listed(self, values: Iterable[str]) -> Any:
         """Returns values as one parameter."""
         return json.dumps(list(values))
-
-
-def _by_number(parameters: Sequence[Any]) -> dict[str, Any]:
-    """Returns parameters by the names of `?1` and `?2`: sqlite3 binds a sequence to `?` alone."""
-    return {str(number): value for number, value in enumerate(parameters, 1)}

@@ -127,13 +127,13 @@ class PostgresStatements(Statements):
         self._connection = connection
         self._pipeline = pipeline
 
-    def _execute(self, sql: str, parameters: Sequence[Any]) -> Any:
+    def run(self, sql: str, *parameters: Any) -> Any:
         """In a pipeline, a statement without rows is sent with the next statement that has rows."""
         return self._connection.cursor().execute(_numbered(sql), parameters)
 
     def changed(self, sql: str, *parameters: Any) -> int:
         """Runs a statement without rows and returns the number of rows that it changed."""
-        cursor = self._execute(sql, parameters)
+        cursor = self.run(sql, *parameters)
         if self._pipeline is not None:
             self._pipeline.sync()
         changed: int = cursor.rowcount
@@ -355,8 +355,7 @@ class Lane(AbstractAsyncContextManager["Lane"]):
         traceback: TracebackType | None,
     ) -> None:
         """Runs the waiting jobs and closes the connection. A cancelled start awaits no server."""
-        self._jobs.refuse()
-        await asyncio.to_thread(self._jobs.end)
+        await asyncio.to_thread(self._jobs.close)
         patience_s = self._patience_s
         if isinstance(exc, asyncio.CancelledError):
             self._connection.abandon()
@@ -393,7 +392,8 @@ class Lane(AbstractAsyncContextManager["Lane"]):
 
     def _run_batch(self, batch: Sequence[Job[Statements]]) -> None:
         try:
-            results = self._transact([work for work, _ in batch])
+            with self._connection.transaction() as statements:
+                results = [work(statements) for work, _ in batch]
         except BaseException as error:  # the edge of the thread: no caller may hang
             if len(batch) > 1 and not isinstance(error, StoreAwayError):
                 for job in batch:
@@ -404,10 +404,6 @@ class Lane(AbstractAsyncContextManager["Lane"]):
         else:
             for (_, future), result in zip(batch, results, strict=True):
                 future.set_result(result)
-
-    def _transact(self, jobs: Sequence[Work[Any]]) -> list[Any]:
-        with self._connection.transaction() as statements:
-            return [work(statements) for work in jobs]
 
 
 # The tables of a store in PostgreSQL, and the settings that a server must have to keep them.
