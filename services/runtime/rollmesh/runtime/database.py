@@ -72,7 +72,7 @@ class Jobs(Generic[_Door]):
         return future
 
     def close(self) -> None:
-        """Refuses jobs, and ends the thread after those that wait. May wait for a place for that."""
+        """Refuses jobs, and ends the thread after those that wait. May wait for a place."""
         self._closing = True
         self._queue.put(None)
 
@@ -281,8 +281,8 @@ class Database(AbstractAsyncContextManager["Database"]):
         for future, result, failure in outcomes:
             if not future.set_running_or_notify_cancel():
                 continue
-            if error := lost or failure:
-                future.set_exception(error)
+            if lost or failure:
+                future.set_exception(lost or failure)
             else:
                 future.set_result(result)
 
