@@ -11,14 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
+from rollmesh.chat import Tokenizer
 from rollmesh.client import Client, MeshAddresses, Session
 from rollmesh.mesh import journal_of
 from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.collector.postgres_server import postgres_database
+from tests.faults.slow_agent import slow_agent
 from tests.lazily import anthropic, genai
 from tests.meshes import Mesh, delivered, scripted_mesh, until_free
 from tests.processes import ServiceProcess
@@ -260,3 +263,68 @@ async def test_a_gateway_that_lost_its_sessions_passes_their_agents_on(
         await client.close_session(session)
         (trajectory,) = (await delivered(client, session)).trajectories
         assert (trajectory.turns, trajectory.reasons) == (2, ("EXACT",))
+
+
+async def test_after_a_kill_another_gateway_answers_the_agents_of_its_sessions(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    rules = [*RULES, ("at length", "one " * 400)]  # minutes at this pace
+    async with (
+        asyncio.timeout(TIMEOUT_S),
+        postgres_database() as database,
+        scripted_mesh(tmp_path, tokenizer_dir, rules, tokens_per_second=8) as mesh,
+        _client(mesh) as client,
+    ):
+        shared = {"journal": database.url, "journal_lease_ms": 2_000}
+        first = await _run(mesh, "gateway-1", **shared)
+        session = await _on(mesh, client, "gateway-1")
+        at_first = mesh.openai(session)
+        answer = await at_first.chat.completions.create(model="policy", messages=SAID)
+        said: Any = [*SAID, answer.choices[0].message, {"role": "user", "content": "at length"}]
+        await _run(mesh, "gateway-2", **shared)
+        long: Any = {"model": "policy", "messages": said, "stream": True}
+        stream = aiter(await at_first.chat.completions.create(**long))
+        await anext(stream)
+        await first.kill()
+        with pytest.raises((openai.APIError, httpx2.HTTPError)):
+            async for _ in stream:
+                pass
+        with pytest.raises(openai.APIConnectionError):
+            await at_first.chat.completions.create(**long)
+        there = session.base_url.replace(
+            mesh.address("agents-of-gateway-1"), mesh.address("agents-of-gateway-2")
+        )
+        # The published client asks again while the journal has no gateway.
+        at_second = mesh.agent(there, session.api_key, max_retries=30)
+        again = await at_second.chat.completions.create(**long, max_tokens=16)
+        chunks = [chunk async for chunk in again]
+        assert "".join(one.choices[0].delta.content or "" for one in chunks).startswith("one one")
+        assert chunks[-1].choices[0].finish_reason == "length"
+        await client.close_session(session)
+        (trajectory,) = (await delivered(client, session)).trajectories
+        assert (trajectory.turns, trajectory.reasons) == (2, ("LENGTH_CUT",))
+
+
+async def test_an_agent_that_does_not_read_holds_up_no_other_and_loses_no_token(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    text = "The answer is 42. " * 8000  # more than a connection holds
+    async with (
+        asyncio.timeout(TIMEOUT_S),
+        scripted_mesh(tmp_path, tokenizer_dir, [*RULES, ("at length", text)]) as mesh,
+        _client(mesh) as client,
+    ):
+        await _run(mesh, "gateway-2", max_context_tokens=131_072)
+        session = await _on(mesh, client, "gateway-2")
+        ask: Any = [{"role": "user", "content": "at length"}]
+        async with slow_agent(session.base_url, session.api_key, messages=ask) as agent:
+            await agent.begun()
+            other = await _on(mesh, client, "gateway-2")
+            for _ in range(3):
+                assert await turns(mesh.openai(other), SAID) == ["The answer is 42."] * 2
+            await until_free(client)  # the engine waits for no reader
+            assert await agent.rest() == (text, True)
+        await client.close_session(session)
+        (trajectory,) = (await delivered(client, session)).trajectories
+        expected = Tokenizer(tokenizer_dir).encode(f"{text}<|im_end|>")
+        assert trajectory.token_ids[trajectory.loss_mask].tolist() == expected.tolist()
