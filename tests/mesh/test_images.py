@@ -32,7 +32,6 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": 7}}\n</tool_call>'
 RULES = [("compute", CALL), ("</tool_response>", "It is a cat."), ("plain", "You are welcome.")]
 CAT, DOG, OWL = picture(64, 64), picture(96, 64, seed=1), picture(64, 32, seed=2)
 """Of 4, 6 and 2 ids."""
-BROKEN = CAT[:-30]
 PARAMETERS = {"type": "object", "properties": {"at": {"type": "integer"}}}
 
 
@@ -234,27 +233,6 @@ def _said(text: str) -> Any:
     return {"type": "input_text", "text": text}
 
 
-async def test_a_broken_image_is_named_as_the_client_sent_it(seeing: Mesh) -> None:
-    async with seeing.client() as client, client.session() as session:
-        for protocol, error in (
-            ("chat", openai.BadRequestError),
-            ("responses", openai.BadRequestError),
-            ("messages", anthropic.BadRequestError),
-        ):
-            agent = agent_of(seeing, session, protocol)
-            await agent.ask(CAT, "compute")
-            with pytest.raises(error) as caught:
-                await agent.give(BROKEN)
-            field = {
-                "chat": "messages[2].content[1].image_url.url",
-                "responses": "input[2].output[1].image_url",
-                "messages": "messages[2].content[0].content[1].source.data",
-            }[protocol]
-            assert f"{field}: is broken" in str(caught.value)
-            if isinstance(caught.value, openai.BadRequestError):
-                assert caught.value.param == field
-
-
 @pytest.mark.parametrize(
     ("protocol", "status"), [("chat", 429), ("responses", 429), ("messages", 529)]
 )
@@ -283,13 +261,3 @@ def slow() -> bytes:
     file = io.BytesIO()
     Image.effect_noise((3000, 3000), 50).save(file, "JPEG", progressive=True)
     return file.getvalue()
-
-
-async def test_images_are_refused_where_the_template_does_not_show_them(seeing: Mesh) -> None:
-    async with seeing.client() as client, client.session() as session:
-        message: Any = {"role": "system", "content": [Chat.part(CAT)]}
-        with pytest.raises(openai.BadRequestError, match="not served in system messages") as caught:
-            await seeing.openai(session).chat.completions.create(
-                model="policy", messages=[message, {"role": "user", "content": "plain"}]
-            )
-        assert caught.value.param == "messages[0].content[0].image_url.url"

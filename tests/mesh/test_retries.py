@@ -6,7 +6,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from rollmesh.client import Session
@@ -17,7 +16,6 @@ from tests.processes import running
 from tests.waiting import until
 
 ASK: list[Any] = [{"role": "user", "content": "plain"}]
-OTHER: list[Any] = [{"role": "user", "content": "other"}]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 RULES = [("plain", "The answer is 42. I am not sure."), ("other", "I am not sure.")]
 RETRY = {"x-stainless-retry-count": "1"}
@@ -37,22 +35,6 @@ async def streamed(agent: Any, **fields: Any) -> str:
     async for chunk in await ask(agent, stream=True, **fields):
         text += "".join(choice.delta.content or "" for choice in chunk.choices)
     return text
-
-
-async def test_a_key_names_its_sample_whatever_was_asked_since(shared: Mesh) -> None:
-    async with shared.client() as client:
-        async with client.session() as session:
-            agent = shared.openai(session)
-            first = await ask(agent, extra_headers=key("first"))
-            second = await ask(agent, extra_headers=key("second"))
-            unnamed = await ask(agent)
-            assert len({first.id, second.id, unnamed.id}) == 3
-            again = await ask(agent, extra_headers=key("first"))
-            assert (again.id, again.choices) == (first.id, first.choices)
-            text = await streamed(agent, extra_headers=key("second"))
-            assert text == second.choices[0].message.content
-        result = await delivered(client, session)
-    assert (result.turns, len(result.trajectories)) == (3, 3)
 
 
 async def test_equal_requests_at_the_same_time_are_siblings_and_their_retries_are_not(
@@ -84,19 +66,6 @@ async def test_a_gateway_that_stops_records_its_sent_answers(shared: Mesh) -> No
             second = await ask(shared.openai(session, max_retries=5))
             assert first.id != second.id
         assert (await delivered(client, session)).turns == 2
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_key_given_with_another_request_is_refused(shared: Mesh, *, stream: bool) -> None:
-    async with shared.client() as client:
-        async with client.session() as session:
-            agent = shared.openai(session)
-            await ask(agent, extra_headers=key("one"))
-            with pytest.raises(openai.BadRequestError) as refused:
-                await ask(agent, OTHER, extra_headers=key("one"), stream=stream)
-            error: Any = refused.value
-            assert (error.code, error.param) == ("idempotency_key_reused", "idempotency_key")
-        assert (await delivered(client, session)).turns == 1
 
 
 async def test_the_choices_of_a_request_share_its_key(shared: Mesh) -> None:

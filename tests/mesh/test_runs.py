@@ -72,24 +72,3 @@ async def test_a_second_run_gives_the_groups_of_the_first_another_size(mesh: Mes
         assert (stats.sessions, stats.open_groups) == (4 + 4 + 16, 0)
         (consumer,) = stats.consumers
         assert (consumer.acknowledged, list(consumer.filtered)) == (4, [])
-
-
-async def test_two_runs_at_once_with_the_same_ids_do_not_mix(mesh: Mesh) -> None:
-    async with mesh.client() as client, client.subscribe("trainer", unit="group") as groups:
-        await asyncio.gather(*(roll(client, n, PROMPTS) for n in (3, 3, 5)))
-        found = await taken(groups, 6)
-        sizes = [3, 3, 5]
-        assert shapes(found) == [(f"step-0/{one}", n) for one in PROMPTS for n in sizes]
-        for one in found:
-            assert {session.run_id for session in one.sessions} == {one.run_id}
-        assert len({one.run_id for one in found}) == 3
-
-
-async def test_a_rollout_of_the_same_run_joins_its_groups(mesh: Mesh) -> None:
-    async with mesh.client() as client, client.subscribe("trainer", unit="group") as groups:
-        async with client.session(run_id="r", group_id="step-0/prompt-0", group_size=2):
-            pass  # the process ends here, and starts again
-        await roll(client, 2, PROMPTS[:1], "r")
-        (whole,) = await taken(groups, 1)
-        assert (whole.run_id, [one.sample_index for one in whole.sessions]) == ("r", [0, 1])
-        assert (await client.stats()).sessions == 3

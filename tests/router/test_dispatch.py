@@ -231,6 +231,9 @@ async def lose(leases: LeaseClient, error: Exception) -> None:
 async def test_lost_turns_alone_open_the_circuit_of_their_engine(
     tmp_path: Path, *, error: Exception, opens: bool
 ) -> None:
+    changes = "rollmesh_router_circuit_changes_total"
+    states = ("open", "half-open", "closed")
+    before = [REGISTRY.get_sample_value(changes, {"state": one}) or 0 for one in states]
     async with noting_router(tmp_path) as router, LeaseClient(router.address, "g") as leases:
         for _ in range(3):
             with pytest.raises(type(error)):
@@ -241,6 +244,8 @@ async def test_lost_turns_alone_open_the_circuit_of_their_engine(
             pass
         await until(lambda: router.leases == 0)
         assert router.table.engines["a"].circuit.state == router_pb2.CIRCUIT_STATE_CLOSED
+    after = [REGISTRY.get_sample_value(changes, {"state": one}) or 0 for one in states]
+    assert [now - was for now, was in zip(after, before, strict=True)] == [int(opens)] * 3
 
 
 async def test_a_gateway_that_does_not_read_loses_its_stream_and_harms_no_other(

@@ -14,6 +14,7 @@ from rollmesh.client import Client, MeshAddresses, WeightsPushError
 from rollmesh.internal.v1 import leases_pb2, members_pb2, members_pb2_grpc
 from rollmesh.mesh import LeaseClient, Membership
 from rollmesh.runtime.errors import (
+    EngineDeadError,
     InvalidFieldError,
     NoEngineError,
     RollmeshError,
@@ -21,7 +22,6 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import router_pb2
-from tests.meshes import until_free
 from tests.processes import ServiceProcess, running
 from tests.router.engines import noting_engine, reason_of
 from tests.router.routers import running_router
@@ -116,16 +116,24 @@ async def test_a_cancelled_acquire_leaks_no_lease(router: ServiceProcess) -> Non
             assert [replica.leases for replica in replicas] == [1]
 
 
-async def test_a_lease_is_given_back_without_waiting_for_the_next(router: ServiceProcess) -> None:
+async def test_the_circuit_of_an_engine_is_listed(tmp_path: Path) -> None:
     async with (
+        running_router(tmp_path, circuit_first_ms=3_600_000) as router,
         member(router) as membership,
         LeaseClient(router.address, "g") as leases,
         sdk(router) as client,
     ):
         await until_registered(membership)
-        async with leases.lease(session_id="s", deadline_ms=60_000):
-            assert [one.leases for one in (await client.replicas()).replicas] == [1]
-        await until_free(client)
+        for _ in range(3):
+            with pytest.raises(EngineDeadError):
+                async with leases.lease(session_id="s", deadline_ms=60_000):
+                    raise EngineDeadError("it died")
+
+        async def is_open() -> bool:
+            found = [one.circuit for one in (await client.replicas()).replicas]
+            return found == [router_pb2.CIRCUIT_STATE_OPEN]
+
+        await until(is_open)
 
 
 async def test_leases_of_a_gateway_that_went_away_are_free(router: ServiceProcess) -> None:

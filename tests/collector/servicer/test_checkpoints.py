@@ -20,16 +20,11 @@ from rollmesh.runtime.rpc import from_rpc_error, open_channel, typed_errors
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc
 from tests.collector.collectors import (
     TIMEOUT_S,
-    Stream,
     collector_at,
     ingest_all,
     subscribing,
 )
 from tests.processes import running
-from tests.waiting import until
-
-VERSION = 0
-"""Of the tokens of a record."""
 
 
 def addresses(collector: str) -> MeshAddresses:
@@ -120,29 +115,6 @@ async def test_an_acknowledgement_of_the_abandoned_trainer_does_not_count(stub: 
         assert await late.delivered(2) == ["a", "b"]
     got = await stub.GetConsumer(pb.GetConsumerRequest(consumer="c"), timeout=TIMEOUT_S)
     assert [(one.checkpoint_id, one.units) for one in got.checkpoints] == [("1", 0)]
-
-
-async def test_a_dropped_unit_is_delivered_by_the_version_of_the_checkpoint(stub: Any) -> None:
-    lagging = pb.DeliveryFilter(max_policy_lag=0)
-    async with subscribing(stub, "c", filter=lagging, policy_version=VERSION) as stream:
-        request = pb.CreateCheckpointRequest(consumer="c", checkpoint_id="1")
-        await stub.CreateCheckpoint(request, timeout=TIMEOUT_S)
-        await stream.send(version=pb.ReportPolicyVersion(policy_version=VERSION + 1))
-        await stream.grant(1)
-        await ingest_all(stub, "a")
-
-        async def dropped() -> bool:
-            listing = pb.ListFilteredRequest(consumer="c")
-            return bool((await stub.ListFiltered(listing, timeout=TIMEOUT_S)).entries)
-
-        await until(dropped)
-        back = pb.RestoreCheckpointRequest(consumer="c", checkpoint_id="1")
-        assert (await stub.RestoreCheckpoint(back, timeout=TIMEOUT_S)).again == 1
-    again = Stream(stub.Subscribe())  # with the settings that the consumer has
-    await again.send(hello=pb.SubscribeHello(consumer="c"))
-    await again.grant(1)
-    assert await again.delivered(1) == ["a"]
-    again.call.cancel()
 
 
 @pytest.mark.parametrize(

@@ -111,18 +111,6 @@ async def test_an_unknown_consumer_is_a_typed_error(stub: Any, call: Any) -> Non
         await call(stub, "nobody")
 
 
-async def test_an_update_replaces_the_set_fields_and_keeps_the_others(stub: Any) -> None:
-    rules = pb.DeliveryFilter(max_tokens=5, max_turns=6)
-    await create(stub, filter=rules, lease_ms=7, policy_version=1)
-    assert (await update(stub, lease_ms=8, unit=SESSION)).filter == rules
-    changed = await update(stub, filter=pb.DeliveryFilter(max_turns=9), policy_version=0)
-    assert changed.filter == pb.DeliveryFilter(max_turns=9)
-    changed = await update(stub, filter=pb.DeliveryFilter())
-    assert changed == await get(stub)
-    changed.ClearField("seen_unix_ms")
-    assert changed == pb.Consumer(name="c", unit=SESSION, lease_ms=8, policy_version=0)
-
-
 @pytest.mark.parametrize("call", [create, update])
 async def test_a_setting_that_no_consumer_can_have_is_refused_by_field(
     stub: Any, call: Any
@@ -132,13 +120,6 @@ async def test_a_setting_that_no_consumer_can_have_is_refused_by_field(
     with pytest.raises(InvalidFieldError) as caught:
         await call(stub, unit=GROUP, groups=pb.GroupPolicy(deadline_ms=0))
     assert caught.value.field == "consumer.groups.deadline_ms"
-
-
-async def test_a_unit_cannot_change(stub: Any) -> None:
-    await create(stub)
-    with pytest.raises(InvalidFieldError) as caught:
-        await update(stub, unit=GROUP)
-    assert caught.value.field == "consumer.unit"
 
 
 @pytest.mark.parametrize("start", [pb.Position(), pb.Position(end=pb.LOG_END_UNSPECIFIED)])

@@ -112,13 +112,6 @@ async def test_a_consumer_of_a_later_run_gets_what_belongs_to_it(tmp_path: Path)
             assert acknowledged + len(entries) + left == len(sampled)
 
 
-async def test_a_consumer_that_keeps_stale_runs_gets_them(tmp_path: Path) -> None:
-    async with asyncio.timeout(TIMEOUT_S), collector_at(tmp_path) as address:
-        await store(address, a=0, b=9)
-        async with subscription(address, SECOND, stale_runs=pb.STALE_RUNS_KEEP) as deliveries:
-            assert await train(deliveries, 2) == ["a", "b"]
-
-
 async def test_the_lag_counts_along_the_runs_of_the_trainer(tmp_path: Path) -> None:
     options = SubscribeOptions(
         run=SECOND, policy_version=3, filter=pb.DeliveryFilter(max_policy_lag=2)

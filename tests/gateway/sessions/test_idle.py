@@ -59,6 +59,7 @@ async def test_a_session_that_cannot_be_closed_is_set_aside_and_the_other_idle_o
         async with Subscription(mesh.collector, consumer="t", unit="session") as deliveries:
             closed = await delivered(deliveries, (before.session_id, after.session_id))
             assert [one.metadata["closed_by"] for one in closed] == ["idle", "idle"]
+            assert [(one.outcome, one.turns) for one in closed] == [("LOST", 1), ("LOST", 1)]
             assert not any(one.superseded for one in closed)
             # The gateway lives. It comes to this one after it tried all that were there before.
             (empty,) = await delivered(deliveries, [(await opened(mesh)).session_id])

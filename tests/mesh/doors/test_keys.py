@@ -49,22 +49,6 @@ async def test_an_agent_that_sets_only_a_base_url_needs_no_other_key(mesh: Mesh)
                     await agent.chat.completions.create(model="policy", messages=ASK)
 
 
-async def test_an_agent_whose_key_was_ended_is_refused_and_goes_on_with_the_next(
-    mesh: Mesh,
-) -> None:
-    async with mesh.client() as client, client.session() as session:
-        old = [mesh.openai(session), mesh.agent(session.keyless_url, session.api_key)]
-        await old[0].chat.completions.create(model="policy", messages=ASK)
-        ended = session.api_key
-        await client.revoke_key(session)
-        assert ended not in (session.api_key, session.base_url)
-        for agent in old:
-            with pytest.raises(openai.AuthenticationError):
-                await agent.chat.completions.create(model="policy", messages=ASK)
-        await mesh.openai(session).chat.completions.create(model="policy", messages=ASK)
-        assert len((await client.transcript(session)).turns) == 2
-
-
 async def test_no_key_is_in_anything_that_a_mesh_writes_or_shows(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

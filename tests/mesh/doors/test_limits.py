@@ -7,7 +7,6 @@ from typing import Any
 import openai
 import pytest
 
-from rollmesh.v1 import gateway_pb2
 from tests.meshes import Mesh, delivered, scripted_mesh
 
 ASK: list[Any] = [{"role": "user", "content": "hello"}]
@@ -48,18 +47,6 @@ async def test_a_session_whose_record_would_be_too_large_says_so_and_can_be_clos
         result = await delivered(client, session)
     assert len(result.trajectories) == len(answered)
     assert sum(9 * len(one.token_ids) for one in result.trajectories) < 40_000
-
-
-async def test_an_idle_session_is_closed_with_its_turns(shared: Mesh) -> None:
-    async with shared.client() as client:
-        session = await client.open_session(gateway_pb2.CreateSessionRequest())
-        agent = shared.openai(session, max_retries=5)
-        await agent.chat.completions.create(model="policy", messages=ASK)
-        await shared.restart("gateway", session_idle_ms=200)  # it is used no more
-        result = await delivered(client, session)
-    assert (result.session_id, result.outcome) == (session.session_id, "LOST")
-    assert result.metadata["closed_by"] == "idle"
-    assert result.trajectories[0].turns == 1
 
 
 async def test_an_engine_with_another_vocabulary_is_not_the_agents_fault(

@@ -91,12 +91,6 @@ def folded(parts: Parts) -> Parts:
     return "", f"{fold}\n</details>\n{text.strip()}" if thought else text, calls
 
 
-def arguments_tidied(parts: Parts) -> Parts:
-    _, _, calls = text_dropped(parts)
-    tidy = {'{"a": 6,  "b":7.0}': '{"b": 7, "a": 6}', '{"a": 1E2}': '{"a":100}', "{}": "{}"}
-    return "", "" if calls else parts[1], [(call, tidy[given]) for call, given in calls]
-
-
 def blank_lines_dropped(parts: Parts) -> Parts:
     thought, text, calls = parts
     lines = [line.rstrip() for line in text.splitlines()]
@@ -220,11 +214,6 @@ async def test_an_echo_continues_the_sample_over_every_protocol(
     changed = change is not as_sampled or speak is by_chat  # a name is added there
     assert ("LENIENT_ECHO" in main.reasons) == changed
     assert set(main.reasons) <= {"EXACT", "LENIENT_ECHO", "TEMPLATE_REWRITE"}
-
-
-async def test_arguments_may_be_written_anew_where_the_text_is_dropped(mesh: Mesh) -> None:
-    result = await worked(mesh, by_chat, arguments_tidied)
-    assert [(one.lineage, one.turns) for one in result.trajectories] == [("MAIN", 5)]
 
 
 @pytest.mark.parametrize("renamed", ["with its text", "without its text"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -108,46 +107,6 @@ async def test_a_tool_loop_with_thinking_is_one_exact_trajectory(thinking: Mesh,
     check_main(thinking, result, REPLIES)
 
 
-async def test_a_session_may_mix_protocols_on_one_path(thinking: Mesh) -> None:
-    tools: list[Any] = [
-        {
-            "type": "function",
-            "function": {
-                "name": one["name"],
-                "description": one["description"],
-                "parameters": one["input_schema"],
-            },
-        }
-        for one in TOOLS
-    ]
-    async with thinking.client() as client:
-        async with client.session() as session, asking(session) as agent:
-            first = await ask(agent, user("compute"), tools=TOOLS, system="You compute.")
-            calls = [block for block in first.content if block.type == "tool_use"]
-            history: list[Any] = [
-                {"role": "system", "content": "You compute."},
-                {"role": "user", "content": "compute"},
-                {
-                    "role": "assistant",
-                    "content": " I will compute.",
-                    "tool_calls": [
-                        {
-                            "id": call.id,
-                            "type": "function",
-                            "function": {"name": call.name, "arguments": json.dumps(call.input)},
-                        }
-                        for call in calls
-                    ],
-                },
-                {"role": "tool", "tool_call_id": calls[0].id, "content": "42"},
-                {"role": "tool", "tool_call_id": calls[1].id, "content": "100"},
-            ]
-            openai = thinking.openai(session)
-            await openai.chat.completions.create(model="policy", messages=history, tools=tools)
-        result = await delivered(client, session)
-    check_main(thinking, result, REPLIES[:2])
-
-
 @pytest.mark.parametrize("form", [ask, streamed])
 async def test_arguments_that_are_no_json_come_back_as_they_were_sampled(
     thinking: Mesh, form: Any
@@ -213,18 +172,3 @@ async def test_a_small_context_is_told_in_the_words_that_claude_code_reads(think
             anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 8192 m"
         ):
             await ask(agent, user("word " * 9000))
-
-
-async def test_errors_have_the_form_that_the_sdk_expects(thinking: Mesh) -> None:
-    async with thinking.client() as client:
-        async with client.session() as session:
-            pass
-        async with asking(session, max_retries=2) as agent:
-            with pytest.raises(anthropic.ConflictError):
-                await ask(agent, user("plain"))
-        nobody = f"http://{thinking.addresses.sidecar}"
-        async with anthropic.AsyncAnthropic(
-            base_url=nobody, api_key="none", max_retries=0
-        ) as agent:
-            with pytest.raises(anthropic.AuthenticationError):
-                await ask(agent, user("plain"))

@@ -7,7 +7,6 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from rollmesh.chat import Tokenizer
 from tests.meshes import Mesh, delivered, scripted_mesh, until_free
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -92,27 +91,6 @@ async def test_a_tool_loop_is_one_trajectory_of_sampled_tokens(shared: Mesh) -> 
     assert set(trajectory.policy_versions[~trajectory.loss_mask].tolist()) == {-1}
 
 
-@pytest.mark.parametrize("question", ["plain", "compute", "twice", "broken", "garbage"])
-async def test_a_stream_joined_is_the_whole_answer(shared: Mesh, question: str) -> None:
-    async with shared.client() as client, client.session() as one, client.session() as other:
-        whole = (await ask(shared.openai(one), user(question), tools=TOOLS)).choices[0]
-        chunks = await streamed(shared.openai(other), user(question), tools=TOOLS)
-    choices = [chunk.choices[0] for chunk in chunks]
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert choices[-1].finish_reason == whole.finish_reason
-    text = "".join(choice.delta.content or "" for choice in choices)
-    assert text == (whole.message.content or "")
-    calls: dict[int, list[str]] = {}
-    for choice in choices:
-        for piece in choice.delta.tool_calls or []:
-            entry = calls.setdefault(piece.index, [piece.function.name, ""])
-            entry[1] += piece.function.arguments or ""
-    expected = [[c.function.name, c.function.arguments] for c in whole.message.tool_calls or []]
-    assert list(calls.values()) == expected
-    assert all(chunk.usage is None for chunk in chunks)
-
-
 async def test_tokens_leave_as_they_are_sampled(slow: Mesh) -> None:
     async with slow.client() as client, client.session() as session:
         await until_free(client)
@@ -123,56 +101,6 @@ async def test_tokens_leave_as_they_are_sampled(slow: Mesh) -> None:
         replicas = (await client.replicas()).replicas
         assert sum(replica.leases for replica in replicas) == 1  # the answer is still being sampled
         await stream.close()
-
-
-async def test_a_stop_string_cuts_text_and_tokens(shared: Mesh) -> None:
-    async with shared.client() as client:
-        async with client.session() as session:
-            choice = (await ask(shared.openai(session), user("stop here"), stop=" three")).choices[
-                0
-            ]
-            assert (choice.message.content, choice.finish_reason) == ("one two", "stop")
-        result = await delivered(client, session)
-    (trajectory,) = result.trajectories
-    assert trajectory.reasons == ("STOP_STRING",)
-    assert trajectory.loss_mask.sum() < len("one two three four")
-
-
-async def test_a_length_cut_is_a_length_and_can_be_continued(shared: Mesh) -> None:
-    async with shared.client() as client:
-        async with client.session() as session:
-            agent = shared.openai(session)
-            first = (await ask(agent, user("plain"), max_tokens=3)).choices[0]
-            assert first.finish_reason == "length"
-            await ask(agent, user("plain"), first.message, user("plain"))
-        result = await delivered(client, session)
-    (trajectory,) = result.trajectories
-    assert (trajectory.turns, trajectory.reasons) == (2, ("LENGTH_CUT",))
-    cut = next(segment for segment in trajectory.segments if segment.sampled)
-    assert trajectory.token_ids[cut.end] == Tokenizer(shared.model).special_id("<|im_end|>")
-    assert not trajectory.loss_mask[cut.end]
-
-
-async def test_errors_have_the_form_that_the_sdk_expects(shared: Mesh) -> None:
-    async with shared.client() as client:
-        async with client.session() as session, client.session() as other:
-            agent = shared.openai(session)
-            with pytest.raises(openai.BadRequestError) as long:
-                await ask(agent, user("word " * 3000))
-            assert long.value.code == "context_length_exceeded"
-            assert "maximum context length" in str(long.value)
-            stranger = shared.agent(session.base_url, other.api_key)
-            with pytest.raises(openai.AuthenticationError):
-                await ask(stranger, user("x"))
-            by_key = shared.agent(f"http://{shared.addresses.sidecar}/v1", session.api_key)
-            assert (await ask(by_key, user("plain"))).choices[0].message.content
-            static = shared.agent(session.base_url, "static")
-            assert [model.id for model in (await static.models.list()).data] == ["policy"]
-        with pytest.raises(openai.ConflictError):
-            await ask(shared.openai(session, max_retries=2), user("x"))
-        nobody = session.base_url.replace(session.session_id, "0" * 24)
-        with pytest.raises(openai.AuthenticationError):
-            await ask(shared.agent(nobody, "x"), user("x"))
 
 
 async def test_an_overloaded_mesh_says_when_to_come_back(
@@ -189,34 +117,6 @@ async def test_an_overloaded_mesh_says_when_to_come_back(
                 await ask(mesh.openai(two), user("plain"))
             assert int(caught.value.response.headers["retry-after"]) >= 1
             await stream.close()
-
-
-async def test_a_client_that_leaves_frees_the_engine_and_commits_nothing(slow: Mesh) -> None:
-    async with slow.client() as client:
-        async with client.session() as session:
-            stream = await ask(slow.openai(session), user("at length"), stream=True)
-            async for chunk in stream:
-                if chunk.choices[0].delta.content:
-                    break
-            await stream.close()
-            await until_free(client)
-        result = await delivered(client, session)
-    assert (result.turns, result.trajectories) == (0, ())
-
-
-async def test_a_timeout_and_the_sdks_retries_make_one_sample(slow: Mesh) -> None:
-    async with slow.client() as client:
-        async with client.session() as session:
-            await client.pause_engines()  # so the first try times out
-            with pytest.raises(openai.APITimeoutError):
-                await ask(slow.openai(session, timeout=0.2), user("plain"))
-            await client.resume_engines()
-            agent = slow.openai(session)
-            answer = await ask(agent, user("plain"))
-            retry = {"x-stainless-retry-count": "1"}
-            assert (await ask(agent, user("plain"), extra_headers=retry)).id == answer.id
-        result = await delivered(client, session)
-    assert [trajectory.turns for trajectory in result.trajectories] == [1]
 
 
 async def test_a_close_ends_running_generations(slow: Mesh) -> None:

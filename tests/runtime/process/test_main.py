@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.errors import RemoteError
-from rollmesh.runtime.rpc import open_channel, typed_errors
+from rollmesh.runtime.rpc import open_channel
 from tests.processes import ServiceProcess
 from tests.runtime.services import begin, started
 
@@ -75,18 +74,6 @@ async def test_a_supervised_process_stops_when_its_supervisor_is_gone(tmp_path: 
             await process.wait_line("READY")
             held_open.close()
             assert await process.exit_code() == 0
-
-
-async def test_a_call_that_does_not_end_is_cut_after_the_grace(tmp_path: Path) -> None:
-    async with started(tmp_path, "--grace-ms=100") as process:
-        process.port = (await ports(process))["port"] or 0
-        async with open_channel(process.address) as channel:
-            call = begin(channel, b"wait for ever")
-            assert await call.read() == b"first"
-            assert await process.terminate() == 0
-            with pytest.raises(RemoteError) as caught, typed_errors():
-                await call.read()
-    assert caught.value.code == "UNAVAILABLE"
 
 
 async def test_a_service_that_fails_exits_1_and_logs_why(tmp_path: Path) -> None:
