@@ -7,7 +7,7 @@ from tests.paths import ROOT
 CEILINGS = {
     "services/runtime/rollmesh/runtime": (9_989, 63),
     "services/runtime/rollmesh/mesh": (4_597, 13),
-    "services/gateway/rollmesh/chat": (8_064, 38),
+    "services/gateway/rollmesh/chat": (7_954, 38),
     "services/gateway/rollmesh/gateway": (10_834, 28),
     "services/engine/rollmesh/engine": (7_958, 31),
     "services/router/rollmesh/router": (4_707, 17),

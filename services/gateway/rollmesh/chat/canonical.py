@@ -10,6 +10,7 @@ import hashlib
 import html
 import json
 import re
+from functools import partial
 
 from rollmesh.chat.json_values import comparable, rounded
 from rollmesh.chat.messages import Message, MessageGroup, RenderContext
@@ -19,6 +20,7 @@ _MARK_CHARS = 64
 _OPENING = re.compile(r"[<\[\u25c1]\S{1,63}")
 _CLOSING = re.compile(r"[<\[\u25c1]\S{0,62}[>\]\u25b7]")
 """What templates and agents print around reasoning, such as `<think>` or `[/THINK]`."""
+_sorted_json = partial(json.dumps, sort_keys=True, separators=(",", ":"))
 _FOLD = re.compile(
     r"<details\b[^>]{0,256}>\s*(?:<summary>[^<]{0,256}</summary>\s*)?(.*?)</details>(.*)", re.DOTALL
 )
@@ -26,7 +28,7 @@ _FOLD = re.compile(
 
 def exact_key(group: MessageGroup, *, call_ids: bool) -> bytes:
     """Returns the digest by which equal groups are found. Ids count only with `call_ids`."""
-    return _digest([field for message in group for field in _plain(message, call_ids=call_ids)])
+    return _key(group, call_ids=call_ids, lenient=False)
 
 
 def spelling_key(group: MessageGroup) -> bytes:
@@ -36,14 +38,41 @@ def spelling_key(group: MessageGroup) -> bytes:
         fields += (one.role, one.content, one.name, one.tool_call_id, one.reasoning)
         for call in one.tool_calls:
             fields += (call.id, call.name, call.arguments)
-        fields.append(f"{len(one.tool_calls)}{_places(one)}")
+        fields.append(_shape(one))
     return _digest(fields)
 
 
 def lenient_key(group: MessageGroup, *, call_ids: bool) -> bytes:
     """Returns a digest that is also equal for an echo that lost blank text or was given a name."""
-    fields = [_plain(message, call_ids=call_ids, lenient=True) for message in group]
-    return _digest([field for one in fields for field in one])
+    return _key(group, call_ids=call_ids, lenient=True)
+
+
+def _key(group: MessageGroup, *, call_ids: bool, lenient: bool) -> bytes:
+    fields: list[str] = []
+    for one in group:
+        content, name = (_even(one.content), "") if lenient else (one.content, one.name)
+        fields += (one.role, content, name, _shape(one))
+        for call in one.tool_calls:
+            fields += (call.name, *argument_value(call.arguments))
+        if call_ids:
+            fields.append(one.tool_call_id)
+            fields += [call.id for call in one.tool_calls]
+    return _digest(fields)
+
+
+def _shape(message: Message) -> str:
+    """Returns how many calls a message has, and which images are where."""
+    shape = str(len(message.tool_calls))
+    for image in message.images:
+        shape += f" {image.at} {image.sha256}"
+    return shape
+
+
+def _digest(fields: list[str]) -> bytes:
+    """Returns the digest of a list of texts and their lengths, so that lists cannot collide."""
+    lengths = ",".join(map(str, map(len, fields)))
+    data = f"{lengths}|{''.join(fields)}".encode(errors="surrogatepass")
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 class ChangedEcho:
@@ -78,10 +107,13 @@ class ChangedEcho:
         if changes is None:
             return None
         for at, call in enumerate(sampled.tool_calls):
-            if not self._is_equal(at, call.arguments):
-                if argument_value(call.arguments)[0] != "raw":
-                    return None
+            value = argument_value(call.arguments)
+            if value == self._values[at]:
+                continue
+            if value[0] == "raw":
                 changes += 1
+            elif self._rounded[at] is None or _rounded(call.arguments) != self._rounded[at]:
+                return None
         return changes
 
     def _text_changes(self, sampled: Message) -> int | None:
@@ -111,16 +143,10 @@ class ChangedEcho:
             return int(lacks_text)
         return None
 
-    def _is_equal(self, at: int, sampled: str) -> bool:
-        if self._values[at] == argument_value(sampled):
-            return True
-        rough = _rounded(sampled)
-        return rough is not None and rough == self._rounded[at]
-
 
 def _even(text: str) -> str:
     """Returns a text without blank lines, and without blanks around it and at the ends of lines."""
-    return "\n".join(line for line in map(str.rstrip, text.strip().split("\n")) if line)
+    return "\n".join(filter(None, map(str.rstrip, text.strip().split("\n"))))
 
 
 def _unfolded(content: str) -> str | None:
@@ -179,7 +205,7 @@ def make_context(tools_json: bytes, options_json: bytes) -> RenderContext:
         raise ValueError("tools_json is not an array of objects")
     if not isinstance(options, dict):
         raise ValueError("template_options_json is not an object")  # noqa: TRY004 - bad input
-    key = _digest([_dump(tools), _dump(options)])
+    key = _digest([_sorted_json(tools), _sorted_json(options)])
     return RenderContext(tools_json if tools else b"", options_json if options else b"", key=key)
 
 
@@ -191,33 +217,5 @@ def fingerprint(context: RenderContext, messages_digest: bytes, settings: object
         messages_digest: Digest of all messages, including reasoning and call ids.
         settings: Everything else that changes the answer, as JSON values.
     """
-    begin = _digest([context.key.hex(), _dump(settings)])
+    begin = _digest([context.key.hex(), _sorted_json(settings)])
     return hashlib.blake2b(begin + messages_digest, digest_size=_DIGEST_BYTES).digest()
-
-
-def _plain(message: Message, *, call_ids: bool, lenient: bool = False) -> list[str]:
-    """Returns the fields of a message that are compared. Each message is self-delimiting."""
-    content = _even(message.content) if lenient else message.content
-    name = "" if lenient else message.name
-    fields = [message.role, content, name, f"{len(message.tool_calls)}{_places(message)}"]
-    for call in message.tool_calls:
-        fields += (call.name, *argument_value(call.arguments))
-    if call_ids:
-        fields += (message.tool_call_id, *(call.id for call in message.tool_calls))
-    return fields
-
-
-def _places(message: Message) -> str:
-    """Returns which images are where. Empty if there are none."""
-    return "".join(f" {image.at} {image.sha256}" for image in message.images)
-
-
-def _digest(fields: list[str]) -> bytes:
-    """Returns the digest of a list of texts and their lengths, so that lists cannot collide."""
-    lengths = ",".join([str(len(field)) for field in fields])
-    data = f"{lengths}|{''.join(fields)}".encode(errors="surrogatepass")
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
-
-
-def _dump(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))

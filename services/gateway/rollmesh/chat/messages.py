@@ -85,7 +85,11 @@ class Message:
 
 def images_of(groups: "Iterable[MessageGroup]") -> list[Image]:
     """Returns the images of message groups, in order."""
-    return [image for group in groups for message in group for image in message.images]
+    images: list[Image] = []
+    for group in groups:
+        for message in group:
+            images += message.images
+    return images
 
 
 MessageGroup: TypeAlias = tuple[Message, ...]
@@ -106,7 +110,7 @@ def group_messages(messages: tuple[Message, ...], *, begins: bool = True) -> lis
         if role == "tool" or (role == "system" and begins and not groups):
             groups.append(tuple(run))
         else:
-            groups += [(message,) for message in run]
+            groups += zip(run)  # each of them alone
     return groups
 
 

@@ -45,13 +45,13 @@ class SpecialTextError(Exception):
 class TextStream(ABC):
     """Decodes ids one by one. A character that spans several ids is held until complete."""
 
-    @abstractmethod
     def feed(self, token_id: int) -> str:
         """Takes one id. Returns the text that is now certain, often empty."""
+        return self.feed_all((token_id,))
 
+    @abstractmethod
     def feed_all(self, token_ids: Sequence[int]) -> str:
         """Takes ids. Returns the text that is now certain."""
-        return "".join(map(self.feed, token_ids))
 
     @abstractmethod
     def finish(self) -> str:
@@ -152,8 +152,7 @@ class Tokenizer(ModelTokenizer):
 
     def spells(self, text: str, *, except_for: Sequence[str] = ()) -> bool:
         """Returns whether a text contains the text of a special token that is not an exception."""
-        found = (one[0] for one in self._special.finditer(text))
-        return any(one not in except_for for one in found)
+        return not set(self._special.findall(text)).issubset(except_for)
 
     def hide(self, text: str, *, only: Sequence[str] | None = None) -> str:
         """Returns a text for the template to print. Special tokens in it are encoded as text."""
@@ -290,10 +289,6 @@ class _Stream(TextStream):
                 self._pending.clear()
                 text += piece
         return text
-
-    def feed(self, token_id: int) -> str:
-        self._fresh = False
-        return self.feed_all((token_id,))
 
     def finish(self) -> str:
         left = str(self._rust.decode(self._pending, skip_special_tokens=False))

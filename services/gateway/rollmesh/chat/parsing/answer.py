@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import filterfalse
 
 from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.chat.parsing.parser import (
@@ -40,7 +41,7 @@ class IncrementalDecoder:
         not.
         """
         left_out = frozenset(hidden) | (frozenset() if special else tokenizer.special_ids)
-        self._hidden = left_out - {tokenizer.special_id(text) for text in shown}
+        self._hidden = left_out.difference(map(tokenizer.special_id, shown))
         self._stream = tokenizer.stream()
 
     def feed(self, token_id: int) -> str:
@@ -49,7 +50,7 @@ class IncrementalDecoder:
 
     def feed_all(self, token_ids: Sequence[int]) -> str:
         """Takes ids. Returns the text that is now certain."""
-        return self._stream.feed_all([id_ for id_ in token_ids if id_ not in self._hidden])
+        return self._stream.feed_all(list(filterfalse(self._hidden.__contains__, token_ids)))
 
     def finish(self) -> str:
         """Returns the rest: bytes that never became a character, as U+FFFD."""
@@ -62,8 +63,6 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], *, kept: bool = False) -> None:
         """Looks for any of `stops`, none of them empty. The text may keep the one that is found."""
         self._stops = tuple(stops)
-        self.wanted = bool(self._stops)
-        """Whether there is any stop string."""
         self._kept = kept
         self._held = ""
         self.found = ""
@@ -75,8 +74,6 @@ class StopStrings:
         The one that is complete first ends the text, in whatever pieces it comes. Of those that end
         at the same place, the longest.
         """
-        if not self.wanted:
-            return text, False
         held = self._held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
         if found:
@@ -119,7 +116,7 @@ class Answer:
             keeps_stop: Whether the stop string that ends it is part of its text.
         """
         self._decoder = decoder
-        self._stops = StopStrings(stops, kept=keeps_stop)
+        self._stops = StopStrings(stops, kept=keeps_stop) if stops else None
         self._parser = parser
         self._reasoning = reasoning
         self._content: list[str] = []
@@ -149,7 +146,7 @@ class Answer:
     @property
     def stop(self) -> str:
         """The stop string that ended it. Empty if none did."""
-        return "" if self._cut else self._stops.found
+        return "" if self._cut or self._stops is None else self._stops.found
 
     @property
     def malformed(self) -> bool:
@@ -158,16 +155,15 @@ class Answer:
 
     def feed(self, token_ids: Sequence[int]) -> list[ParserEvent]:
         """Takes sampled ids. Returns the newly certain part. Ids after a stop are ignored."""
-        if not (self._stops.wanted or self._one_call):
-            text = self._decoder.feed_all(token_ids)
-            return self._split(text) if text else []
+        if self._stops is None and not self._one_call:
+            return self._split(self._decoder.feed_all(token_ids))
         certain: list[str] = []
         events: list[ParserEvent] = []
         for token_id in token_ids:
             if self.stopped_at is not None:
                 break
             self._fed += 1
-            text, stopped = self._stops.feed(self._decode(self._decoder.feed(token_id)))
+            text, stopped = self._certain(self._decoder.feed(token_id))
             if stopped:
                 self.stopped_at = self._fed
             if self._one_call:
@@ -186,23 +182,24 @@ class Answer:
         """Ends the ids. Returns the rest of the answer."""
         events: list[ParserEvent] = []
         if self.stopped_at is None:
-            text, stopped = self._stops.feed(self._decode(self._decoder.finish()))
-            text += "" if stopped else self._stops.finish()
+            text, stopped = self._certain(self._decoder.finish())
+            if self._stops is not None and not stopped:
+                text += self._stops.finish()
             events += self._by_id(text) if self._one_call else self._split(text)
         if self._reasoning is None:
             return events
         thought, rest = self._reasoning.finish()
         if not self._reasoning.ended_by_call:
-            return events + self._thought(thought, rest)
+            return events + self._parse(thought, rest)
         self._open_call = rest
-        self._called = self._parse(rest)  # said once it is known whether it has a call
+        self._called = self._parse("", rest)  # said once it is known whether it has a call
         return events
 
     def finish(self) -> list[ParserEvent]:
         """Returns the last events. Call after `end_text`."""
         if self._parser is None or self._cut:
             return []
-        events = self._called + [self._named(event) for event in self._parser.finish()]
+        events = self._called + self._named(self._parser.finish())
         if self._open_call and self._reasoning is not None and not self._call_ids:
             thought = self._reasoning.take_back(self._open_call)
             return [ReasoningEvent(thought)] if thought else []
@@ -227,11 +224,11 @@ class Answer:
             reasoning=reasoning or self._parser.reasoning,
         )
 
-    def _decode(self, text: str) -> str:
-        """Takes the text that the last id completed. Returns it."""
+    def _certain(self, text: str) -> tuple[str, bool]:
+        """Takes the text that the last id completed. Returns what a stop string leaves of it."""
         if text and self._one_call:
             self._decoded.append((self._fed, len(text)))
-        return text
+        return (text, False) if self._stops is None else self._stops.feed(text)
 
     def _by_id(self, text: str) -> list[ParserEvent]:
         """Splits certain text as its ids brought it, to know which of them begins a second call."""
@@ -267,29 +264,26 @@ class Answer:
     def _split(self, text: str) -> list[ParserEvent]:
         if not text:
             return []
-        if self._reasoning is None:
-            return self._parse(text)
-        return self._thought(*self._reasoning.feed(text))
+        thought, rest = ("", text) if self._reasoning is None else self._reasoning.feed(text)
+        return self._parse(thought, rest)
 
-    def _thought(self, thought: str, rest: str) -> list[ParserEvent]:
+    def _parse(self, thought: str, rest: str) -> list[ParserEvent]:
         events: list[ParserEvent] = [ReasoningEvent(thought)] if thought else []
-        return events + self._parse(rest)
+        if rest and self._parser is not None:
+            events += self._named(self._parser.feed(rest))
+        elif rest:
+            self._content.append(rest)
+            events.append(TextEvent(rest))
+        return events
 
-    def _parse(self, text: str) -> list[ParserEvent]:
-        if not text:
-            return []
-        if self._parser is None:
-            self._content.append(text)
-            return [TextEvent(text)]
-        return [self._named(event) for event in self._parser.feed(text)]
-
-    def _named(self, event: ParserEvent) -> ParserEvent:
-        """Returns an event. One that begins a call has the call's id."""
-        if not isinstance(event, ToolCallEvent) or event.index < len(self._call_ids):
-            return event
-        event = event if event.id else replace(event, id=self._new_call_id())
-        self._call_ids.append(event.id)
-        return event
+    def _named(self, events: list[ParserEvent]) -> list[ParserEvent]:
+        """Gives each event that begins a call the call's id."""
+        for at, event in enumerate(events):
+            if isinstance(event, ToolCallEvent) and event.index == len(self._call_ids):
+                named = event if event.id else replace(event, id=self._new_call_id())
+                self._call_ids.append(named.id)
+                events[at] = named
+        return events
 
 
 def _second_call(events: list[ParserEvent]) -> tuple[int | None, bool]:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rollmesh.chat.caches import ByteCache
@@ -22,7 +23,6 @@ from rollmesh.chat.parsing.calls.python_calls import PythonicCallParser, Pythoni
 from rollmesh.chat.parsing.calls.xml_calls import TaggedCallParser, TaggedFormat
 from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, ToolParser, WholeCallParser
 from rollmesh.chat.parsing.reasoning import REASONING_TAGS, TAGS, ReasoningSplitter
-from rollmesh.chat.parsing.schemas import Schemas
 
 VLLM = "vllm:"
 """Prefix of the name of a parser that vLLM has."""
@@ -86,7 +86,7 @@ _SCHEMAS_BYTES = 32 * 1024 * 1024
 _PARSED_SIZE = 10  # JSON takes about that many times its bytes as Python objects
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AnswerFormat:
     """How a model writes tool calls and reasoning."""
 
@@ -114,14 +114,14 @@ class AnswerFormat:
         named = {tags: name for name, tags in REASONING_TAGS.items()}
         return named[self.reasoning_tags] if self.reasoning else "none"
 
-    @property
+    @cached_property
     def opening(self) -> str:
         """Opens the reasoning. The generation prompt may end with it. May be empty."""
         if self.in_channels == GEMMA:
             return gemma_calls.THOUGHT
         return self.reasoning_tags[0] if self.reasoning else ""
 
-    @property
+    @cached_property
     def delimiters(self) -> tuple[str, ...]:
         """Strings that must stay in the decoded text, special tokens included."""
         if self.in_channels:
@@ -137,18 +137,13 @@ class AnswerFormat:
         """
         if not self.reasoning:
             return None
-        calls = self._openings if parser is not None else ()
+        calls: tuple[str, ...] = ()
+        if parser is not None:
+            calls = VLLM_OPENINGS.get(self.tools.removeprefix(VLLM), ())
+            if (format_ := FORMATS.get(self.tools)) is not None:
+                around = format_.around if isinstance(format_, ObjectFormat) else ()
+                calls = (*format_.opens, *around)
         return ReasoningSplitter(inside=inside, tags=self.reasoning_tags, calls=calls)
-
-    @property
-    def _openings(self) -> tuple[str, ...]:
-        """Possible beginnings of the calls of an answer."""
-        if self.tools.startswith(VLLM):
-            return VLLM_OPENINGS.get(self.tools.removeprefix(VLLM), ())
-        format_ = FORMATS.get(self.tools)
-        if format_ is None:
-            return ()
-        return (*format_.opens, *(format_.around if isinstance(format_, ObjectFormat) else ()))
 
     def parser(
         self, context: RenderContext, *, calls: bool = True, inside_reasoning: bool = False
@@ -160,7 +155,14 @@ class AnswerFormat:
         """
         schemas = tool_schemas(context.tools_json) if context.tools_json and calls else {}
         if self.in_channels:
-            return self._channel_parser({} if self.channels else schemas, inside_reasoning)
+            schemas = {} if self.channels else schemas
+            if self.in_channels == GEMMA:
+                return gemma_calls.GemmaParser(schemas, inside_reasoning=inside_reasoning)
+            if self.in_channels == MUSE:
+                return muse_calls.MuseParser(schemas)
+            if self.in_channels == SOLAR:
+                return solar_calls.SolarParser(schemas)
+            return channels.HarmonyParser(schemas.keys())
         if not schemas or self.tools in {"none", UNKNOWN}:
             return None
         if self.tools.startswith(VLLM):
@@ -182,19 +184,10 @@ class AnswerFormat:
             names = _PYTHON_NAME
         return len(name) <= MOST_NAME and names.fullmatch(name) is not None
 
-    @property
+    @cached_property
     def in_channels(self) -> str:
         """The name of `CHANNELS` in whose channels the model writes. Empty if it has none."""
         return self.tools if self.tools in CHANNELS else self.channels
-
-    def _channel_parser(self, schemas: Schemas, inside_reasoning: bool) -> ToolParser:
-        if self.in_channels == GEMMA:
-            return gemma_calls.GemmaParser(schemas, inside_reasoning=inside_reasoning)
-        if self.in_channels == MUSE:
-            return muse_calls.MuseParser(schemas)
-        if self.in_channels == SOLAR:
-            return solar_calls.SolarParser(schemas)
-        return channels.HarmonyParser(schemas.keys())
 
 
 def tool_schemas(tools_json: bytes) -> Mapping[str, Mapping[str, Any]]:

@@ -62,6 +62,7 @@ class ToolParser(ABC):
         self._said: list[str] = []
         self._thought: list[str] = []
         self._whitespace: list[str] = []  # counts only if other text follows
+        self._events: list[ParserEvent] = []  # not returned yet
 
     @property
     @abstractmethod
@@ -91,48 +92,48 @@ class ToolParser(ABC):
         """Text of the reasoning so far."""
         return "".join(self._thought)
 
-    @property
-    def last_arguments(self) -> str:
-        """Arguments of the last call so far."""
-        return "".join(self._called[-1][1])
-
-    def begin_call(self, name: str, events: list[ParserEvent], call_id: str = "") -> None:
+    def begin_call(self, name: str, call_id: str = "") -> None:
         """Begins a call."""
         self._whitespace.clear()
         if replace_surrogates(call_id) != call_id:
             call_id = ""  # no text could carry it
-        events.append(ToolCallEvent(len(self._called), call_id, name))
+        self._events.append(ToolCallEvent(len(self._called), call_id, name))
         self._called.append((name, []))
 
-    def emit_arguments(self, text: str, events: list[ParserEvent]) -> None:
+    def emit_arguments(self, text: str) -> None:
         """Emits text of the last call's arguments."""
         if text:
             self._called[-1][1].append(text)
-            events.append(ToolCallEvent(len(self._called) - 1, arguments=text))
+            self._events.append(ToolCallEvent(len(self._called) - 1, arguments=text))
 
-    def emit_text(self, text: str, events: list[ParserEvent]) -> None:
+    def check_arguments(self) -> None:
+        """Flags the answer unless the arguments of the last call are a JSON object."""
+        self.malformed |= not is_object("".join(self._called[-1][1]))
+
+    def emit_text(self, text: str) -> None:
         """Emits text. Whitespace is held until other text follows."""
         size = len(text.rstrip())
         if size:
             certain = "".join([*self._whitespace, text[:size]])
             self._whitespace.clear()
             self._said.append(certain)
-            events.append(TextEvent(certain))
+            self._events.append(TextEvent(certain))
         if size < len(text):
             self._whitespace.append(text[size:])
 
-    def emit_reasoning(self, text: str, events: list[ParserEvent]) -> None:
+    def emit_reasoning(self, text: str) -> None:
         """Emits text of the reasoning."""
         if text:
             self._thought.append(text)
-            events.append(ReasoningEvent(text))
+            self._events.append(ReasoningEvent(text))
 
-    def end_text(self, events: list[ParserEvent]) -> None:
-        """Ends the text. Trailing whitespace is kept if there was no call."""
+    def end_text(self) -> list[ParserEvent]:
+        """Ends the text. Returns the last events. Trailing whitespace is kept if no call came."""
         if self._whitespace and not self._called:
             left = "".join(self._whitespace)
-            events.append(TextEvent(left))
+            self._events.append(TextEvent(left))
             self._said.append(left)
+        return self._events
 
 
 class HeldText:
@@ -174,28 +175,26 @@ class StepParser(HeldText, ToolParser):
 
     def feed(self, text: str) -> list[ParserEvent]:
         """Takes text. Returns the events that are now certain."""
-        events: list[ParserEvent] = []
         if self._come(text):
-            while self._step(events):
+            while self._step():
                 self._wait = None
+        events, self._events = self._events, []
         return events
 
     def finish(self) -> list[ParserEvent]:
         """Ends the text. Returns the last events."""
-        events: list[ParserEvent] = []
         self._gather()
-        self._end(events)
-        self.end_text(events)
-        return events
+        self._end()
+        return self.end_text()
 
-    def _pass_text(self, tags: tuple[str, ...], events: list[ParserEvent]) -> str:
+    def _pass_text(self, tags: tuple[str, ...]) -> str:
         """Emits the text in front of the first of `tags`, and takes and returns that.
 
         Where there is none, a possible beginning of one is held, and "" is returned.
         """
         at, tag = first_of(self._held, tags)
         size = at if tag else len(self._held) - possible_start(self._held, tags)
-        self.emit_text(self._held[:size], events)
+        self.emit_text(self._held[:size])
         self._held = self._held[size + len(tag) :]
         return tag
 
@@ -204,11 +203,11 @@ class StepParser(HeldText, ToolParser):
         """Returns whether the text before `_held` is complete: no call is open."""
 
     @abstractmethod
-    def _step(self, events: list[ParserEvent]) -> bool:
+    def _step(self) -> bool:
         """Makes one transition. Returns whether another one is possible."""
 
     @abstractmethod
-    def _end(self, events: list[ParserEvent]) -> None:
+    def _end(self) -> None:
         """Reads the held text when no more comes."""
 
 
@@ -327,7 +326,7 @@ class WholeCallParser(ToolParser):
     """
 
     def __init__(self, names: Set[str]) -> None:
-        """Begins an empty answer. `names` are the known tools."""
+        """Takes the names of the known tools."""
         super().__init__()
         self._names = names
         self._reading: Reading | None = None
@@ -354,20 +353,18 @@ class WholeCallParser(ToolParser):
 
     def finish(self) -> list[ParserEvent]:
         """Returns the events of the whole answer."""
-        events: list[ParserEvent] = []
         found = self._reading
-        if found is not None and found.calls and all(map(self._is_whole, found.calls)):
-            self.emit_text(replace_surrogates(found.content), events)
+        if (
+            found is not None
+            and found.calls
+            and all(name in self._names and is_object(given) for name, given in found.calls)
+        ):
+            self.emit_text(replace_surrogates(found.content))
             for name, arguments in found.calls:
-                self.begin_call(name, events)
-                self.emit_arguments(escape_surrogates(arguments), events)
+                self.begin_call(name)
+                self.emit_arguments(escape_surrogates(arguments))
         elif self.text:
             kept = found is not None and found.content.strip() == self.text.strip()
             self.malformed = not kept or bool(found and found.calls)
-            self.emit_text(self.text, events)
-        self.end_text(events)
-        return events
-
-    def _is_whole(self, call: tuple[str, str]) -> bool:
-        name, arguments = call
-        return name in self._names and is_object(arguments)
+            self.emit_text(self.text)
+        return self.end_text()

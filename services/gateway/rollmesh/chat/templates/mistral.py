@@ -194,8 +194,8 @@ class _Stream(TextStream):
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._begun = is_tekken
 
-    def feed(self, token_id: int) -> str:
-        return self._utf8.decode(self._bytes(token_id))
+    def feed_all(self, token_ids: Sequence[int]) -> str:
+        return self._utf8.decode(b"".join(map(self._bytes, token_ids)))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)

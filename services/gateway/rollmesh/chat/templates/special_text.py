@@ -16,6 +16,7 @@ calls, tools and template options. Only the messages that a request adds are exa
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -74,36 +75,32 @@ class SpecialText:
             source, sum(map(len, source)), lambda: self._shown_context(context)
         )
         shown_context = replace(shown_context, now=context.now)
-        spelled = [at for at in range(start, len(groups)) if self._is_spelled(groups[at])]
-        found = bool(spelled) or (in_context and start == 0)
-        if found and self._refuses:
-            raise InvalidInputError(self._field(groups, spelled), _REFUSED)
-        # Some templates print the first message again in a later turn.
-        shown = [
-            tuple(map(self._shown, group)) if at >= start or at == 0 else group
-            for at, group in enumerate(groups)
-        ]
+        found, shown = False, list(groups)
+        for at, group in enumerate(groups):
+            if 0 < at < start:  # some templates print the first message again in a later turn
+                continue
+            for within, message in enumerate(group):
+                if at < start or found or not any(map(self._spells, _texts(message))):
+                    continue
+                if self._refuses:
+                    index = sum(map(len, groups[:at])) + within
+                    raise InvalidInputError(f"messages[{index}]", _REFUSED)
+                found = True
+            shown[at] = tuple(map(self._shown, group))
+        if start == 0 and in_context:
+            if self._refuses:
+                raise InvalidInputError("tools", _REFUSED)
+            found = True
         return shown, shown_context, found and not self._hides
 
     def show(self, groups: Sequence[MessageGroup]) -> list[MessageGroup]:
         """Returns groups as the template will see them."""
         return [tuple(map(self._shown, group)) for group in groups]
 
-    def _field(self, groups: Sequence[MessageGroup], spelled: list[int]) -> str:
-        """Returns the name of the first message that spells a special token, else of the tools."""
-        if not spelled:
-            return "tools"
-        before = sum(len(group) for group in groups[: spelled[0]])
-        within = next(at for at, one in enumerate(groups[spelled[0]]) if self._is_spelled((one,)))
-        return f"messages[{before + within}]"
-
-    def _is_spelled(self, group: MessageGroup) -> bool:
-        return any(self._spells(text) for one in group for text in _texts(one))
-
     def _shown(self, message: Message) -> Message:
         """Returns a message as the template will see it. The same object if unchanged."""
-        change = self._changed
-        if all(change(text) == text for text in _texts(message)):
+        change, texts = self._changed, _texts(message)
+        if list(map(change, texts)) == texts:
             return message
         content = change(message.content)
         return replace(
@@ -123,9 +120,9 @@ class SpecialText:
         """Returns a context as the template will see it, and whether it spells a special token."""
         change = self._changed
         sources = context.tools_json.decode(), context.options_json.decode()
-        texts = [text for source in sources for text in _strings_of(source)]
+        texts = [*_strings_of(sources[0]), *_strings_of(sources[1])]
         spelled = any(map(self._spells, texts))
-        if all(change(text) == text for text in texts):
+        if list(map(change, texts)) == texts:
             return context, spelled
         tools, options = (_mapped(source, change).encode() for source in sources)
         return replace(context, tools_json=tools, options_json=options), spelled
@@ -146,33 +143,20 @@ def _moved(images: Sequence[Image], before: str, after: str) -> Iterator[Image]:
         yield replace(image, at=moved)
 
 
-def _texts(message: Message) -> Iterator[str]:
-    yield from (message.content, message.reasoning, message.name, message.tool_call_id)
+def _texts(message: Message) -> list[str]:
+    texts = [message.content, message.reasoning, message.name, message.tool_call_id]
     for call in message.tool_calls:
-        yield from (call.id, call.name)
-        yield from _strings_of(call.arguments)
+        texts += (call.id, call.name, *_strings_of(call.arguments))
+    return texts
 
 
-def _strings_of(source: str) -> Iterator[str]:
-    """Yields the texts of a JSON value as a template prints them. The source where it is none."""
-    yield source
+def _strings_of(source: str) -> list[str]:
+    """Returns the texts of a JSON value as a template prints them. The source where it is none."""
+    texts = [source]
     if "\\" in source:  # escapes may spell a token that the source does not
-        try:
-            yield from _strings(read_json(source))
-        except ValueError:
-            return
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for one in value:
-            yield from _strings(one)
-    elif isinstance(value, dict):
-        for key, one in value.items():
-            yield key
-            yield from _strings(one)
+        with suppress(ValueError):
+            _each(read_json(source), texts.append)
+    return texts
 
 
 def _mapped(source: str, change: Callable[[str], str]) -> str:
@@ -184,7 +168,8 @@ def _mapped(source: str, change: Callable[[str], str]) -> str:
     return source if value is None else json.dumps(_each(value, change))
 
 
-def _each(value: Any, change: Callable[[str], str]) -> Any:
+def _each(value: Any, change: Callable[[str], Any]) -> Any:
+    """Returns a JSON value with each of its strings changed, in order. Keys are strings too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):

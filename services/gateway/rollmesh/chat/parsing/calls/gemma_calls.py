@@ -10,6 +10,7 @@ the tool's schema declares as one.
 """
 
 import re
+from contextlib import suppress
 from typing import Any
 
 from rollmesh.chat.json_values import read_json, write_json
@@ -17,7 +18,6 @@ from rollmesh.chat.parsing.calls.literals import LiteralReader, NoLiteralError
 from rollmesh.chat.parsing.parser import (
     NAME_CHARACTER,
     Coming,
-    ParserEvent,
     StepParser,
     first_of,
     has_words,
@@ -56,44 +56,37 @@ class GemmaParser(StepParser):
     def _is_outside(self) -> bool:
         return self._state == "text"
 
-    def _end(self, events: list[ParserEvent]) -> None:
+    def _end(self) -> None:
         if self._state == "call":
-            self._end_call(len(self._held), "", events)
-            while self._step(events):
+            self._end_call(len(self._held), "")
+            while self._step():
                 pass
         if self._state in {"label", "reasoning"}:
             bare = self._state == "label" and self._held == _LABEL.rstrip()
-            self.emit_reasoning("" if bare else self._held.rstrip(), events)
+            self.emit_reasoning("" if bare else self._held.rstrip())
         else:
-            self.emit_text(self._held, events)
+            self.emit_text(self._held)
 
-    def _step(self, events: list[ParserEvent]) -> bool:
+    def _step(self) -> bool:
         if self._state == "call":
-            return self._step_call(events)
+            return self._step_call()
         if self._state == "label":
-            return self._step_label()
-        return self._step_open(events)
-
-    def _step_label(self) -> bool:
-        if len(self._held) < len(_LABEL) and _LABEL.startswith(self._held):
-            return False
-        self._held = self._held.removeprefix(_LABEL)
-        self._state = "reasoning"
-        return True
-
-    def _step_open(self, events: list[ParserEvent]) -> bool:
-        """Emits text or reasoning up to the next delimiter."""
+            if len(self._held) < len(_LABEL) and _LABEL.startswith(self._held):
+                return False
+            self._held = self._held.removeprefix(_LABEL)
+            self._state = "reasoning"
+            return True
+        # Text or reasoning goes up to the next delimiter.
         at, delimiter = first_of(self._held, _OUTSIDE)
         thinks = self._state == "reasoning"
         size = at if at >= 0 else len(self._held) - possible_start(self._held, _OUTSIDE)
         certain = self._held[:size]
         if thinks:
-            certain = (
-                certain.rstrip()
-            )  # the template prints a line break before the closing delimiter
-            self.emit_reasoning(certain, events)
+            # The template prints a line break before the closing delimiter.
+            certain = certain.rstrip()
+            self.emit_reasoning(certain)
         else:
-            self.emit_text(certain, events)
+            self.emit_text(certain)
         if at < 0:
             self._held = self._held[len(certain) :]
             if thinks and self._held.isspace():
@@ -108,44 +101,36 @@ class GemmaParser(StepParser):
             self._state = "text"
         return True
 
-    def _step_call(self, events: list[ParserEvent]) -> bool:
+    def _step_call(self) -> bool:
         for delimiter in _IN_CALL.finditer(self._held, self._looked):
             if delimiter.group() == _QUOTE:
                 self._quoted = not self._quoted
             elif not self._quoted:
-                self._end_call(delimiter.start(), delimiter.group(), events)
+                self._end_call(delimiter.start(), delimiter.group())
                 return True
             self._looked = delimiter.end()
         self._wait = Coming(_MARKS, self._held)
         return False
 
-    def _end_call(self, size: int, delimiter: str, events: list[ParserEvent]) -> None:
+    def _end_call(self, size: int, delimiter: str) -> None:
         """Emits the call in the first `size` characters. `delimiter` ends it, "" means the end."""
         body, self._held = self._held[:size], self._held[size + len(delimiter) :]
-        call = _read(body, self._schemas)
-        if call is None:
+        call, arguments = _NAME.match(body), None
+        if call is not None and call["name"] in self._schemas:
+            reader = _Reader(body, call.end())
+            with suppress(NoLiteralError):
+                found = reader.read_object(Schema(self._schemas[call["name"]]))
+                reader.end()
+                arguments = found
+        if call is None or arguments is None:
             self.malformed = True
-            self.emit_text(f"{_CALL}{body}{delimiter if delimiter == _CALL_END else ''}", events)
+            self.emit_text(f"{_CALL}{body}{delimiter if delimiter == _CALL_END else ''}")
         else:
             self.malformed |= delimiter == _CALL
-            self.begin_call(call[0], events)
-            self.emit_arguments(write_json(call[1]), events)
+            self.begin_call(call["name"])
+            self.emit_arguments(write_json(arguments))
         self._state = "call" if delimiter == _CALL else "text"
         self._looked, self._quoted = 0, False
-
-
-def _read(body: str, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
-    """Returns name and arguments. None if the body is not a complete call of a known tool."""
-    call = _NAME.match(body)
-    if call is None or call["name"] not in schemas:
-        return None
-    reader = _Reader(body, call.end())
-    try:
-        arguments = reader.read_object(Schema(schemas[call["name"]]))
-        reader.end()
-    except NoLiteralError:
-        return None
-    return call["name"], arguments
 
 
 class _Reader(LiteralReader):

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
-from rollmesh.chat.json_values import is_object, read_json, write_json
+from rollmesh.chat.json_values import read_json, write_json
 from rollmesh.chat.parsing.parser import (
     MOST_NAME,
     NAME_CHARACTER,
     BracketScanner,
     Coming,
-    ParserEvent,
     StepParser,
     first_of,
 )
@@ -159,7 +158,7 @@ class ObjectCallParser(StepParser):
     """
 
     def __init__(self, format_: ObjectFormat, names: Set[str]) -> None:
-        """Begins an empty answer. `names` are the known tools."""
+        """Takes the format, and the names of the known tools."""
         super().__init__()
         self._format = format_
         self._names = names
@@ -173,33 +172,61 @@ class ObjectCallParser(StepParser):
         self._unscanned, self._looked = "", 0
         self._between = False  # only separators follow the last call
 
-    def _end(self, events: list[ParserEvent]) -> None:
-        match self._state:
-            case _State.TEXT:
-                self._end_outside(events)
-            case _State.HEADER | _State.BODY:
-                self._whole_body(self._held, "", events)
-            case _State.ARGUMENTS:
-                self.emit_arguments(self._held, events)
-                self.malformed = True
-            case _State.TAIL:
-                self._end_tail(events)
-
     def _is_outside(self) -> bool:
         return self._state is _State.TEXT
 
-    def _step(self, events: list[ParserEvent]) -> bool:
+    def _step(self) -> bool:
         match self._state:
             case _State.TEXT:
-                return self._step_bare() or self._step_text(events)
-            case _State.BODY:
-                return self._step_body(events)
+                return self._step_bare() or self._step_text()
             case _State.HEADER:
-                return self._step_header(events)
+                return self._step_header()
+            case _State.BODY:
+                at = self._end_of_body()
+                if at >= 0:
+                    self._end_body(at)
+                elif self._is_scanned:
+                    self._wait = self._ends_body
+                else:
+                    self._wait = Coming([self._ending], self._held)
+                return at >= 0
             case _State.ARGUMENTS:
-                return self._step_arguments(events)
+                size = self._scanner.scan(self._held)
+                self.emit_arguments(self._held[:size])
+                self._held = self._held[size:]
+                if not self._scanner.done:
+                    return False
+                if self._format.close:
+                    self._state = _State.TAIL
+                else:
+                    self.check_arguments()
+                    self._state = _State.TEXT
+                return True
             case _State.TAIL:
                 return self._step_tail()
+
+    def _end(self) -> None:
+        match self._state:
+            case _State.TEXT:
+                between = self._called and not self._held.strip(_SEPARATORS)
+                if not (self._format.bare and between):
+                    self.emit_text(self._held)
+            case _State.HEADER | _State.BODY:
+                self._whole_body(self._held, "")
+            case _State.ARGUMENTS:
+                self.emit_arguments(self._held)
+                self.malformed = True
+            case _State.TAIL:
+                # The call is complete if its last brace was sampled. Text after that stays text.
+                size = self._size_of_tail()
+                rest = self._held[size:]
+                self.malformed |= bool(rest) or not self._held[:size].strip()
+                self.check_arguments()
+                if not self._format.close.startswith(rest):
+                    self._held, self._state = rest, _State.TEXT
+                    while self._step_text():
+                        pass
+                    self.emit_text(self._held)
 
     def _open(self, delimiter: str) -> None:
         self._state, self._opened = _State.HEADER, delimiter
@@ -217,64 +244,49 @@ class ObjectCallParser(StepParser):
         self._open(whitespace)
         return True
 
-    def _step_text(self, events: list[ParserEvent]) -> bool:
-        if self._between and not self._skip_separators():
-            return False
+    def _step_text(self) -> bool:
+        if self._between:  # separators between two calls are dropped
+            rest = self._held.lstrip(_SEPARATORS)
+            if self._format.open.startswith(rest) and rest != self._format.open:
+                if not rest:
+                    self._wait = _has_other_text
+                return False
+            if rest.startswith(self._format.open):
+                self._held = rest
+            self._between = False
         if self._format.bare and not self._said and not self._held.strip(_SEPARATORS):
             self._wait = _has_other_text  # a call may follow
             return False
-        delimiter = self._pass_text(self._outside, events)
+        delimiter = self._pass_text(self._outside)
         if delimiter == self._format.open:
             self._open(delimiter)
         return bool(delimiter)
 
-    def _skip_separators(self) -> bool:
-        """Drops the separators between two calls. Returns whether the following text is certain."""
-        rest = self._held.lstrip(_SEPARATORS)
-        if self._format.open.startswith(rest) and rest != self._format.open:
-            if not rest:
-                self._wait = _has_other_text
-            return False
-        if rest.startswith(self._format.open):
-            self._held = rest
-        self._between = False
-        return True
-
-    def _end_outside(self, events: list[ParserEvent]) -> None:
-        between = self._called and not self._held.strip(_SEPARATORS)
-        if not (self._format.bare and between):
-            self.emit_text(self._held, events)
-
-    def _step_header(self, events: list[ParserEvent]) -> bool:
+    def _step_header(self) -> bool:
         head = self._held[:_MOST_HEADER]
         body = head.lstrip()
         twice = len(head) - len(body) if body.startswith(self._format.open) else -1
         at = twice if twice >= 0 else self._end_of_body()  # so that the cuts do not matter
         header = self._format.header.match(head if at < 0 else head[:at])
         if header and (name := _name_of(header)) in self._names:
-            self._begin(name, header, events)
+            self.begin_call(name, header.groupdict().get("id") or "")
+            self._held = self._held[header.end() :]
+            self._scanner = self._new_scanner()
+            self._state = _State.ARGUMENTS
             return True
         if not self._opened.strip(_SEPARATORS) and not self._may_begin_call(head):
             # JSON but no call, which may follow.
             self._state = _State.TEXT
-            self.emit_text(self._opened + self._held[:1], events)
+            self.emit_text(self._opened + self._held[:1])
             self._held = self._held[1:]
             return True
         if at >= 0:
-            self._end_body(at, events)
+            self._end_body(at)
             return True
         if header or len(self._held) >= _MOST_HEADER:
             self._state = _State.BODY
             return True
         return False
-
-    def _step_body(self, events: list[ParserEvent]) -> bool:
-        at = self._end_of_body()
-        if at < 0:
-            self._wait = self._ends_body if self._is_scanned else Coming([self._ending], self._held)
-            return False
-        self._end_body(at, events)
-        return True
 
     def _may_begin_call(self, text: str) -> bool:
         """Returns whether text may be the beginning of `{"name": "...` or `{"parameters": {...`."""
@@ -310,35 +322,13 @@ class ObjectCallParser(StepParser):
         self._looked = max(len(self._held) - len(self._ending), 0)
         return at
 
-    def _end_body(self, at: int, events: list[ParserEvent]) -> None:
-        self._whole_body(*self._take_body(at), events)
-        self._state = _State.TEXT
-
-    def _take_body(self, at: int) -> tuple[str, str]:
+    def _end_body(self, at: int) -> None:
         """Takes a body and its closing delimiter from the text."""
         close = "" if self._format.bare else self._format.close
         close = close if self._held.startswith(close, at) else ""
         body, self._held = self._held[:at], self._held[at + len(close) :]
-        return body, close
-
-    def _begin(self, name: str, header: "re.Match[str]", events: list[ParserEvent]) -> None:
-        self.begin_call(name, events, header.groupdict().get("id") or "")
-        self._held = self._held[header.end() :]
-        self._scanner = self._new_scanner()
-        self._state = _State.ARGUMENTS
-
-    def _step_arguments(self, events: list[ParserEvent]) -> bool:
-        size = self._scanner.scan(self._held)
-        self.emit_arguments(self._held[:size], events)
-        self._held = self._held[size:]
-        if not self._scanner.done:
-            return False
-        if self._format.close:
-            self._state = _State.TAIL
-        else:
-            self.malformed |= not is_object(self.last_arguments)
-            self._state = _State.TEXT
-        return True
+        self._whole_body(body, close)
+        self._state = _State.TEXT
 
     def _step_tail(self) -> bool:
         ends = (self._format.close, self._format.open)
@@ -347,46 +337,28 @@ class ObjectCallParser(StepParser):
             self._wait = Coming(ends, self._held)
             return False
         closed = delimiter == self._format.close
-        whole = closed and self._format.tail.fullmatch(self._held[:at])
-        self.malformed |= not whole or not is_object(self.last_arguments)
+        self.malformed |= not (closed and self._format.tail.fullmatch(self._held[:at]))
+        self.check_arguments()
         # Anything between an unclosed call and the next one is text.
         self._held = self._held[at + len(delimiter) if closed else self._size_of_tail() :]
         self._state, self._between = _State.TEXT, self._format.bare
         return True
 
-    def _end_tail(self, events: list[ParserEvent]) -> None:
-        """Ends a call without its closing delimiter. It is complete if its last brace was sampled.
-
-        Text after it stays text.
-        """
-        size = self._size_of_tail()
-        rest = self._held[size:]
-        whole = self._held[:size].strip() and not rest
-        self.malformed |= not whole or not is_object(self.last_arguments)
-        if not self._format.close.startswith(rest):
-            self._held, self._state = rest, _State.TEXT
-            while self._step_text(events):
-                pass
-            self.emit_text(self._held, events)
-
     def _size_of_tail(self) -> int:
         tail = self._format.tail.match(self._held)
         return tail.end() if tail else 0
 
-    def _refuse(self, text: str, events: list[ParserEvent]) -> None:
-        self.malformed = True
-        self.emit_text(self._opened + text, events)
-
-    def _whole_body(self, body: str, close: str, events: list[ParserEvent]) -> None:
+    def _whole_body(self, body: str, close: str) -> None:
         """Reads a body that did not begin as usual: keys in another order, or no call at all."""
         calls = _read_calls(body, self._format.keys, self._format.id_key)
         if not calls or not all(name in self._names for name, _, _ in calls):
             if body.strip() or self._opened:
-                self._refuse(body + close, events)
+                self.malformed = True
+                self.emit_text(self._opened + body + close)
             return
         for name, arguments, call_id in calls:
-            self.begin_call(name, events, call_id)
-            self.emit_arguments(arguments, events)
+            self.begin_call(name, call_id)
+            self.emit_arguments(arguments)
         self._between = self._format.bare
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rollmesh.chat.json_values import write_json
 from rollmesh.chat.parsing.calls.channels import MESSAGE, Kind, WholeCallsParser
-from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, ParserEvent, possible_start
+from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, possible_start
 from rollmesh.chat.parsing.schemas import Schema, Schemas
 
 _START, _ENDS = "<|start|>", ("<|eom|>", "<|eot|>")
@@ -44,14 +44,14 @@ class MuseParser(WholeCallsParser):
     """Turns one answer's text into events."""
 
     def __init__(self, schemas: Schemas) -> None:
-        """Begins an empty answer. Takes the schemas of the tools."""
+        """Takes the schemas of the tools."""
         super().__init__(schemas, _BREAKS)
 
     def _is_header(self, text: str) -> bool:
         left = _END.sub("", text).strip()
         return not left or left.startswith(_START) or "to=".startswith(left[:3])
 
-    def _begin_body(self, header: str, opening: str, events: list[ParserEvent]) -> Kind:
+    def _begin_body(self, header: str, opening: str) -> Kind:
         recipient = _RECIPIENT.search(header)
         if recipient is None or recipient[1] == "user":
             return "text"
@@ -63,46 +63,40 @@ class MuseParser(WholeCallsParser):
         begun = _UNENDED_BEGUN.search(text, max(size - _MOST_UNENDED, 0), size)
         return len(text) - begun.start() if begun else kept
 
-    def _unended(self, end: int) -> "re.Match[str] | None":
-        """Returns the header at the end of a message that nothing ended."""
-        return _UNENDED.search(self._held, max(end - _MOST_UNENDED, 0), end)
-
-    def _close(self, at: int, delimiter: str, events: list[ParserEvent]) -> None:
+    def _close(self, at: int, delimiter: str) -> None:
         if delimiter in _ENDS:
-            super()._close(at, delimiter, events)
+            super()._close(at, delimiter)
             return
-        # Nothing ended this message, so the header of the next one is at its end.
-        header = self._unended(at) if delimiter == MESSAGE else None
-        begin = header.start() if header else at
-        if delimiter == MESSAGE and header is None:
-            super()._close(at, delimiter, events)
-            self._kind = "text"
-            return
-        rest = self._held[begin:]
-        self._emit(self._held[:begin], events)
-        self._end_body(events)
-        self._held = rest
+        header = None
+        if delimiter == MESSAGE:
+            header = _UNENDED.search(self._held, max(at - _MOST_UNENDED, 0), at)
+            if header is None:
+                super()._close(at, delimiter)
+                self._kind = "text"
+                return
+        # Nothing ended this message. The header of the next one may be at its end.
+        self._end_body(header.start() if header else at)
 
-    def _read_calls(self, body: str, events: list[ParserEvent]) -> None:
+    def _read_calls(self, body: str) -> None:
         at = 0
         while invoke := _INVOKE.search(body, at):
             end = body.find(_INVOKE_END, invoke.end())
             if end < 0:
                 break
-            self._say(body[at : invoke.start()], events)
+            self._say(body[at : invoke.start()])
             at = end + len(_INVOKE_END)
             arguments = self._arguments(invoke["name"], body[invoke.end() : end])
             if arguments is None:
-                self._refuse(body[invoke.start() : at], events)
+                self._refuse(body[invoke.start() : at])
             else:
-                self.begin_call(invoke["name"], events)
-                self.emit_arguments(write_json(arguments), events)
-        self._say(body[at:], events)
+                self.begin_call(invoke["name"])
+                self.emit_arguments(write_json(arguments))
+        self._say(body[at:])
 
-    def _say(self, text: str, events: list[ParserEvent]) -> None:
+    def _say(self, text: str) -> None:
         """Emits text beside the calls of a message. There should be none."""
         if _AROUND.sub("", text).strip():
-            self._refuse(text, events)
+            self._refuse(text)
 
     def _arguments(self, name: str, body: str) -> dict[str, Any] | None:
         """Returns a call's arguments. None if it is incomplete or no tool has the name."""

@@ -24,7 +24,6 @@ from rollmesh.chat.parsing.parser import (
     MOST_NAME,
     NAME_CHARACTER,
     BracketScanner,
-    ParserEvent,
     StepParser,
     has_words,
 )
@@ -208,7 +207,7 @@ class PythonicCallParser(StepParser):
     """
 
     def __init__(self, format_: PythonicFormat, names: Set[str]) -> None:
-        """Begins an empty answer. `names` are the known tools."""
+        """Takes the format, and the names of the known tools."""
         super().__init__()
         self._delimiters = format_.delimiters
         self._delimiter = format_.open
@@ -221,54 +220,57 @@ class PythonicCallParser(StepParser):
     def _is_outside(self) -> bool:
         return self._state in {_State.HEAD, _State.TEXT} and not self._opened
 
-    def _end(self, events: list[ParserEvent]) -> None:
+    def _end(self) -> None:
         if self._opened or self._state in {_State.CALL, _State.COMMA}:
             self.malformed = True  # a list without its end
-        self.emit_text(self._opened + self._held, events)
+        self.emit_text(self._opened + self._held)
 
-    def _step(self, events: list[ParserEvent]) -> bool:
+    def _step(self) -> bool:
         match self._state:
             case _State.TEXT:
-                return self._step_text(events)
+                delimiter = self._pass_text(self._delimiters)
+                if delimiter and delimiter == self._delimiter:
+                    self._opened, self._state = delimiter, _State.HEAD
+                elif not self._called:
+                    self.emit_text(delimiter)
+                return bool(delimiter)
             case _State.HEAD:
-                return self._step_head(events)
+                head = _HEAD.match(self._held, 0, _MOST_HEAD)
+                if head is not None:
+                    self._opened += head.group()
+                    self._held = self._held[head.end() :]
+                    self._state, self._refused = _State.CALL, False
+                    return True
+                if self._may_follow(_HEAD_BEGUN):
+                    return False
+                if self._opened:
+                    return self._leave_list()
+                self._state = _State.TEXT
+                return True
             case _State.CALL:
-                return self._step_call(events)
+                return self._step_call()
             case _State.COMMA:
-                return self._step_comma(events)
-
-    def _step_text(self, events: list[ParserEvent]) -> bool:
-        delimiter = self._pass_text(self._delimiters, events)
-        if delimiter and delimiter == self._delimiter:
-            self._opened, self._state = delimiter, _State.HEAD
-        elif not self.calls:
-            self.emit_text(delimiter, events)
-        return bool(delimiter)
-
-    def _step_head(self, events: list[ParserEvent]) -> bool:
-        head = _HEAD.match(self._held, 0, _MOST_HEAD)
-        if head is not None:
-            self._opened += head.group()
-            self._held = self._held[head.end() :]
-            self._state, self._refused = _State.CALL, False
-            return True
-        if self._may_follow(_HEAD_BEGUN):
-            return False
-        if self._opened:
-            return self._leave_list(events)
-        self._state = _State.TEXT
-        return True
+                for pattern, state in ((_COMMA, _State.CALL), (_END, _State.TEXT)):
+                    if found := pattern.match(self._held):
+                        if self._refused:
+                            self.emit_text(found.group())
+                        self._held, self._state = self._held[found.end() :], state
+                        return True
+                if self._held.strip():
+                    return self._leave_list()
+                self._wait = has_words
+                return False
 
     def _may_follow(self, begun: "re.Pattern[str]") -> bool:
         """Returns whether the held text may be the beginning of a head."""
         return len(self._held) < _MOST_HEAD and begun.fullmatch(self._held) is not None
 
-    def _step_call(self, events: list[ParserEvent]) -> bool:
+    def _step_call(self) -> bool:
         if _END.match(self._held, 0, _MOST_HEAD):  # after a comma
             self._state = _State.COMMA
             return True
         if not _CALL.match(self._held, 0, _MOST_HEAD):
-            return not self._may_follow(_CALL_BEGUN) and self._leave_list(events)
+            return not self._may_follow(_CALL_BEGUN) and self._leave_list()
         if not self._call.ends_in(self._held[self._call.size :]):
             self._wait = self._call.ends_in
             return False
@@ -279,32 +281,20 @@ class PythonicCallParser(StepParser):
         call = read_call(source.strip())
         self._refused = call is None or call[0] not in self._names
         if call is None or self._refused:
-            self._refuse(source, events)
+            self._refuse(source)
         else:
             self._opened = ""
-            self.begin_call(call[0], events)
-            self.emit_arguments(write_json(call[1]), events)
+            self.begin_call(call[0])
+            self.emit_arguments(write_json(call[1]))
         return True
 
-    def _step_comma(self, events: list[ParserEvent]) -> bool:
-        for pattern, state in ((_COMMA, _State.CALL), (_END, _State.TEXT)):
-            if found := pattern.match(self._held):
-                if self._refused:
-                    self.emit_text(found.group(), events)
-                self._held, self._state = self._held[found.end() :], state
-                return True
-        if self._held.strip():
-            return self._leave_list(events)
-        self._wait = has_words
-        return False
-
-    def _refuse(self, source: str, events: list[ParserEvent]) -> None:
+    def _refuse(self, source: str) -> None:
         self.malformed = True
-        self.emit_text(self._opened + source, events)
+        self.emit_text(self._opened + source)
         self._opened = ""
 
-    def _leave_list(self, events: list[ParserEvent]) -> bool:
+    def _leave_list(self) -> bool:
         """Makes text of anything but a call or an end. Says that another step may follow."""
-        self._refuse("", events)
+        self._refuse("")
         self._state = _State.TEXT
         return True

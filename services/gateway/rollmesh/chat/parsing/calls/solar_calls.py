@@ -13,7 +13,7 @@ import re
 
 from rollmesh.chat.json_values import is_object
 from rollmesh.chat.parsing.calls.channels import Kind, WholeCallsParser
-from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, ParserEvent
+from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER
 from rollmesh.chat.parsing.schemas import Schemas
 
 _KINDS: dict[str, Kind] = {
@@ -37,34 +37,35 @@ class SolarParser(WholeCallsParser):
     """Turns one answer's text into events."""
 
     def __init__(self, schemas: Schemas) -> None:
-        """Begins an empty answer. Takes the schemas of the tools."""
+        """Takes the schemas of the tools."""
         super().__init__(schemas, (*_ENDS, _BEGIN, *_KINDS), tuple(_KINDS))
 
     def _is_header(self, text: str) -> bool:
         return (_BEGIN + _ROLE).startswith(text.strip()) or text.strip() in _ENDS
 
-    def _begin_body(self, header: str, opening: str, events: list[ParserEvent]) -> Kind:
+    def _begin_body(self, header: str, opening: str) -> Kind:
         said = header
         for part in (*_ENDS, f"{_BEGIN}{_ROLE}"):
             said = said.replace(part, "")
-        self._refuse(said, events)  # text outside of any message
+        self._refuse(said)  # text outside of any message
         return _KINDS[opening]
 
-    def _close(self, at: int, delimiter: str, events: list[ParserEvent]) -> None:
-        super()._close(at, delimiter, events)
-        if delimiter not in _ENDS:  # nothing ended this message: it begins the next one
-            self._held = delimiter + self._held
+    def _close(self, at: int, delimiter: str) -> None:
+        if delimiter in _ENDS:
+            super()._close(at, delimiter)
+        else:
+            self._end_body(at)  # nothing ended this message: the delimiter begins the next one
 
-    def _read_calls(self, body: str, events: list[ParserEvent]) -> None:
+    def _read_calls(self, body: str) -> None:
         before, *calls = body.split(_CALL)
-        self._refuse(before, events)  # there should be no text beside calls
+        self._refuse(before)  # there should be no text beside calls
         for one in calls:
             call, ended, behind = one.partition(_CALL_END)
             head = _HEAD.match(call)
             arguments = call[head.end() :] if head else ""
             if not (ended and head and head["name"] in self._schemas and is_object(arguments)):
-                self._refuse(f"{_CALL}{call}{ended}", events)
+                self._refuse(f"{_CALL}{call}{ended}")
             else:
-                self.begin_call(head["name"], events, head["id"].strip())
-                self.emit_arguments(arguments, events)
-            self._refuse(behind, events)
+                self.begin_call(head["name"], head["id"].strip())
+                self.emit_arguments(arguments)
+            self._refuse(behind)

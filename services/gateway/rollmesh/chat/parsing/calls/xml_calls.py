@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmesh.chat.json_values import write_json
-from rollmesh.chat.parsing.parser import NAME_CHARACTER, Coming, ParserEvent, StepParser
+from rollmesh.chat.parsing.parser import NAME_CHARACTER, Coming, StepParser
 from rollmesh.chat.parsing.schemas import Schema, Schemas
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -84,7 +84,7 @@ class TaggedCallParser(StepParser):
     """
 
     def __init__(self, format_: TaggedFormat, schemas: Schemas) -> None:
-        """Begins an empty answer."""
+        """Takes the format, and the schemas of the tools."""
         super().__init__()
         self._format = format_
         self._schemas = schemas
@@ -96,87 +96,57 @@ class TaggedCallParser(StepParser):
     def _is_outside(self) -> bool:
         return not self._inside
 
-    def _end(self, events: list[ParserEvent]) -> None:
-        while self._inside:
-            if not (self._format.shows_end and self._take_call(self._held, events)):
-                self._refuse(events)
-                while self._step(events):
-                    pass
-            else:
-                self._go_behind(len(self._held), inside=False)
-        self.emit_text(self._held, events)
-
-    def _step(self, events: list[ParserEvent]) -> bool:
-        return self._step_inside(events) if self._inside else self._step_text(events)
-
-    def _step_text(self, events: list[ParserEvent]) -> bool:
-        gave_up = self._refused > _MOST_REFUSED
-        opening = self._pass_text(() if gave_up else self._format.opens, events)
-        if not opening:
-            return False
-        self._opened = opening if opening == _OPEN else ""
-        self._held = opening[len(self._opened) :] + self._held
-        self._go_behind(0, inside=True)
-        return True
-
-    def _step_inside(self, events: list[ParserEvent]) -> bool:
+    def _step(self) -> bool:
+        if not self._inside:
+            gave_up = self._refused > _MOST_REFUSED
+            opening = self._pass_text(() if gave_up else self._format.opens)
+            if not opening:
+                return False
+            self._opened = opening if opening == _OPEN else ""
+            self._held = opening[len(self._opened) :] + self._held
+            self._go_behind(0, inside=True)
+            return True
         for mark in self._format.marks.finditer(self._held, self._looked):
-            self._looked = mark.end()
-            if mark.group() in self._format.value:
-                self._in_value = mark.group() == self._format.value[0]
+            self._looked, tag = mark.end(), mark.group()
+            if tag in self._format.value:
+                self._in_value = tag == self._format.value[0]
             elif not self._in_value:
-                self._end_call(mark, events)
+                closed = tag == _CLOSE
+                if (closed or self._format.shows_end) and self._take_call(mark.start()):
+                    self.malformed |= not closed
+                    self._opened = _OPEN
+                    self._go_behind(mark.end(), inside=not closed)
+                else:
+                    self._refuse()
                 return True
         self._wait = Coming((*self._format.value, _OPEN, _CLOSE), self._held)
         return False
 
-    def _end_call(self, tag: "re.Match[str]", events: list[ParserEvent]) -> None:
-        closed = tag.group() == _CLOSE
-        body = self._held[: tag.start()]
-        if (closed or self._format.shows_end) and self._take_call(body, events):
-            self.malformed |= not closed
-            self._opened = _OPEN
-            self._go_behind(tag.end(), inside=not closed)
-        else:
-            self._refuse(events)
+    def _end(self) -> None:
+        while self._inside:
+            if self._format.shows_end and self._take_call(len(self._held)):
+                self._go_behind(len(self._held), inside=False)
+                continue
+            self._refuse()
+            while self._step():
+                pass
+        self.emit_text(self._held)
 
     def _go_behind(self, at: int, *, inside: bool) -> None:
         self._held, self._inside = self._held[at:], inside
         self._looked, self._in_value = 0, False
 
-    def _take_call(self, body: str, events: list[ParserEvent]) -> bool:
-        """Emits a call. Returns whether it was complete."""
-        call = self._read(body)
-        if call is not None:
-            self.malformed |= not self._opened
-            self.begin_call(call[0], events)
-            self.emit_arguments(call[1], events)
-        return call is not None
+    def _take_call(self, size: int) -> bool:
+        """Emits the call in the first `size` characters, unless it is incomplete or not of a tool.
 
-    def _refuse(self, events: list[ParserEvent]) -> None:
-        """Emits the held text, up to its first tag, as text."""
-        self.malformed = True
-        self._refused += 1
-        if self._refused > _MOST_REFUSED:
-            self.emit_text(self._opened, events)
-            self._opened = ""
-            self._go_behind(0, inside=False)
-            return
-        tag = _TAG.search(self._held)
-        inside = tag is not None and tag.group() == _OPEN
-        size = len(self._held) if tag is None else tag.start() if inside else tag.end()
-        self.emit_text(self._opened + self._held[:size], events)
-        self._opened = _OPEN
-        self._go_behind(size + len(_OPEN) * inside, inside=inside)
-
-    def _read(self, body: str) -> tuple[str, str] | None:
-        """Returns name and arguments. None if the body is not a complete call of a known tool."""
-        call = self._format.body.fullmatch(body)
+        Returns whether it did.
+        """
+        call = self._format.body.fullmatch(self._held, 0, size)
         if call is None:
-            return None
+            return False
         name, rest = call["name"].strip(), call["arguments"]
         if name not in self._schemas:
-            return None
+            return False
         schema = Schema(self._schemas[name])
         arguments: dict[str, Any] = {}
         at = 0
@@ -185,5 +155,24 @@ class TaggedCallParser(StepParser):
             key = argument["key"].strip()
             arguments[key] = schema.member(key).typed(argument["value"])
         if rest[at:].strip():
-            return None
-        return name, write_json(arguments)
+            return False
+        self.malformed |= not self._opened
+        self.begin_call(name)
+        self.emit_arguments(write_json(arguments))
+        return True
+
+    def _refuse(self) -> None:
+        """Emits the held text, up to its first tag, as text."""
+        self.malformed = True
+        self._refused += 1
+        if self._refused > _MOST_REFUSED:
+            self.emit_text(self._opened)
+            self._opened = ""
+            self._go_behind(0, inside=False)
+            return
+        tag = _TAG.search(self._held)
+        inside = tag is not None and tag.group() == _OPEN
+        size = len(self._held) if tag is None else tag.start() if inside else tag.end()
+        self.emit_text(self._opened + self._held[:size])
+        self._opened = _OPEN
+        self._go_behind(size + len(_OPEN) * inside, inside=inside)
