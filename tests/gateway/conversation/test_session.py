@@ -80,7 +80,7 @@ def test_a_turn_that_failed_is_forgotten_and_its_siblings_stay() -> None:
     session.end(failed, LOST)
     assert session.used_ms > 0
     assert [*session.in_flight] == [kept]
-    assert {key: [*turns] for key, turns in session.turns.items()} == {kept.fingerprint: [kept]}
+    assert {key: [*one.turns] for key, one in session.turns.items()} == {kept.fingerprint: [kept]}
     session.end(kept, answer(world, said("A")))
     assert not session.in_flight
     session.used_ms = 0
@@ -88,7 +88,7 @@ def test_a_turn_that_failed_is_forgotten_and_its_siblings_stay() -> None:
     session.end(failed, LOST)
     assert session.used_ms == 0
     assert kept.node is not None
-    assert {key: [*turns] for key, turns in session.turns.items()} == {kept.fingerprint: [kept]}
+    assert {key: [*one.turns] for key, one in session.turns.items()} == {kept.fingerprint: [kept]}
     assert session.find_answer(kept.answer_id) is kept
     session.forget(kept)
     session.forget(kept)
@@ -118,7 +118,7 @@ def test_a_restart_knows_the_answers_that_may_have_reached_the_agent(
     receipt = AnswerReceipt("answer", "print", "key", 0, awaited=awaited, tries=3)
     for _ in range(2):
         session.restore(node, receipt, sent=recorded)
-    first, second = session.turns["key"]
+    first, second = session.turns["key"].turns
     assert first is not second
     assert (first.node_id, first.answer_id) == (node.node_id, "answer")
     assert (first.fingerprint, first.idempotency_key, first.tries) == ("print", "key", 3)

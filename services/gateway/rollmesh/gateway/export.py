@@ -245,8 +245,8 @@ def _describe_sample(
     message.prompt_crc32 = sample.prompt_crc32
     message.begun_unix_ms, message.ended_unix_ms = sample.begun_unix_ms, sample.ended_unix_ms
     message.sampling.CopyFrom(sample.sampling)
-    if node.request_ids:
-        message.model_request_ids.extend(node.request_ids)
+    if sample.request_ids:
+        message.model_request_ids.extend(sample.request_ids)
 
 
 def _why_untrained(node: Node, label: Label) -> Fidelity | None:

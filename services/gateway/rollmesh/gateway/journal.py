@@ -351,7 +351,7 @@ def read_session(tx: Transaction, session_id: str, new_tree: Callable[[], Tree])
         RollmeshError: The journal cannot be read now.
     """
     with damage(tx):
-        session = Session(SessionSpec(**json.loads(spec_row(tx, session_id))), new_tree())
+        session = Session(SessionSpec.from_json(spec_row(tx, session_id)), new_tree())
         contexts = read_contexts(tx, session_id)
         answers: dict[int, AnswerReceipt] = {}
         rows = read_nodes(tx, session_id, columns=_OPEN_COLUMNS)

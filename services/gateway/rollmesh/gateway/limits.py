@@ -84,10 +84,11 @@ def check_budget(session: Session, new: int) -> None:
     Raises:
         BudgetSpentError: It has not.
     """
-    budget, tree = session.spec.limits, session.tree
-    held = tree.turns + sum(not turn.is_attached for turn in session.in_flight)
-    if budget.calls and held + new > budget.calls:
-        raise _spent(session, session_pb2.BUDGET_KIND_CALLS, budget.calls)
+    budget, tree = session.spec.budget, session.tree
+    if budget.calls:
+        held = tree.turns + sum(not turn.is_attached for turn in session.in_flight)
+        if held + new > budget.calls:
+            raise _spent(session, session_pb2.BUDGET_KIND_CALLS, budget.calls)
     if budget.time_ms and clock.unix_ms() - session.spec.opened_unix_ms >= budget.time_ms:
         raise _spent(session, session_pb2.BUDGET_KIND_TIME, budget.time_ms)
     if budget.sampled_tokens and tree.sampled_tokens >= budget.sampled_tokens:
@@ -102,7 +103,7 @@ async def book_tokens(session: Session, turn: Turn, sampling: sampling_pb2.Sampl
     Raises:
         BudgetSpentError: Nothing is left.
     """
-    most, tree = session.spec.limits.sampled_tokens, session.tree
+    most, tree = session.spec.budget.sampled_tokens, session.tree
     if not most:
         return
     while True:

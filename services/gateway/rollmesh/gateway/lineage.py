@@ -150,7 +150,7 @@ def turns_by_request(tree: Tree) -> dict[str, list[Node]]:
     """Returns the turns that answered the requests that have ids."""
     turns: dict[str, list[Node]] = {}
     for node in tree.nodes.values():
-        for request_id in node.request_ids:
+        for request_id in node.sample.request_ids if node.sample else ():
             turns.setdefault(request_id, []).append(node)
     return turns
 
@@ -322,7 +322,8 @@ class _Ways:
             )
             start, said, rejected, first, last, shared, begun, depth, along, parted = before
             if (own := self._said.get(node.node_id)) is not None:
-                said, rejected = own, not attempts.isdisjoint(node.request_ids)
+                asked = node.sample.request_ids if node.sample else ()
+                said, rejected = own, not attempts.isdisjoint(asked)
             if not self._is_first(node):
                 first, last = first or node, node
             if node.sample is not None and first is None:

@@ -10,7 +10,6 @@ makes no session a dead letter.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -466,7 +465,7 @@ def _write(letter: Letter, limit: TimeLimit) -> Record:
             limit.check()
         journal.state_facts(tree, letter.facts)
         request = gateway_pb2.CloseSessionRequest.FromString(letter.request)
-        spec = SessionSpec(**json.loads(letter.spec))
+        spec = SessionSpec.from_json(letter.spec)
         record = write_head(spec, tree, request, letter.closed_unix_ms, limit)
         blobs = blobs_of(tree)
     record.images.extend(letter.images)

@@ -29,15 +29,18 @@ from rollmesh.chat.templates import (
     TemplateRenderError,
 )
 from rollmesh.gateway.deps import Deps
-from rollmesh.gateway.requests import field_errors
 from rollmesh.gateway.session import Session, TurnRequest
-from rollmesh.gateway.tree import Bookmark, Match, Node
+from rollmesh.gateway.tree import Bookmark, Match
 from rollmesh.runtime.codec import TokenIds, pack_ids
-from rollmesh.runtime.errors import ContextLengthExceededError, InvalidMessagesError
+from rollmesh.runtime.errors import (
+    ContextLengthExceededError,
+    InvalidFieldError,
+    InvalidMessagesError,
+)
 from rollmesh.v1 import engine_pb2, sampling_pb2, trajectory_pb2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prompt:
     """A conversation as tokens, ending with the opened turn of the model."""
 
@@ -50,20 +53,27 @@ class Prompt:
     """Ids between the last group and the sampled ids."""
     seen: Seen | None
     """State of the template's render to store with the last group."""
-
-    def placeholders(self) -> list[Placeholder]:
-        """Returns where the images are in the complete prompt, in order."""
-        found, start = self.match.node.placeholders(), self.match.node.end
-        for _, ids, images in self.new_groups:
-            found += (one._replace(offset=one.offset + start) for one in images)
-            start += len(ids)
-        return found
+    packed: bytes = b""
+    """The complete prompt in the engine's format. `prepare` sets this and what follows."""
+    length: int = 0
+    """Number of prompt ids."""
+    crc32: int = 0
+    """CRC-32 that the engine must report for the prompt it received."""
+    inside_reasoning: bool = False
+    """Whether the generation prompt opens the reasoning."""
+    constraint: engine_pb2.Constraint | None = None
+    """Structured-output constraint of the answer."""
+    bad_sequences: Sequence[list[int]] = ()
+    """Id sequences that the answer must not contain."""
+    images: Sequence[Placeholder] = ()
+    """Where the images are in the prompt, in order."""
 
     def ids(self) -> TokenIds:
         """Returns the complete prompt, uint32 [N]."""
         parts = self.match.node.context()
-        added = (ids for _, ids, _ in self.new_groups)
-        return np.concatenate([*parts, *added, self.generation_prompt])
+        for _, ids, _ in self.new_groups:
+            parts.append(ids)
+        return np.concatenate([*parts, self.generation_prompt])
 
 
 def build_prompt(
@@ -119,19 +129,14 @@ def build_prompt(
         printed = continuation.reprint(path[:at], groups, shown_context, show) if rewrite else None
         if printed is not None:
             fresh, generation_prompt = printed
-            match = Match(_parent(match.node, path, at), at, match.reasons)
+            node = path[at].parent if at < len(path) else match.node
+            assert node is not None
+            match = Match(node, at, match.reasons)
     # The ids that close a cut answer belong to the next group, so there must be one.
-    new_groups = [
-        (group, ids, continuation.places(group, ids))
-        for group, ids in zip(groups[match.depth :], fresh, strict=True)
-    ]
+    new_groups = []
+    for group, ids in zip(groups[match.depth :], fresh, strict=True):
+        new_groups.append((group, ids, continuation.places(group, ids)))
     return Prompt(match, new_groups, generation_prompt, seen if fresh else None)
-
-
-def _parent(node: Node, path: list[Node], at: int) -> Node:
-    parent = path[at].parent if at < len(path) else node
-    assert parent is not None
-    return parent
 
 
 # Turns a chat request into tokens: the tree's, and the tokens that the template adds.
@@ -159,28 +164,7 @@ _REFUSALS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PromptTokens:
-    """A prompt as engines take it, and its place in the tree."""
-
-    prompt: Prompt
-    packed: bytes
-    """The complete prompt in the engine's format."""
-    length: int
-    """Number of prompt ids."""
-    crc32: int
-    """CRC-32 that the engine must report for the prompt it received."""
-    inside_reasoning: bool
-    """Whether the generation prompt opens the reasoning."""
-    constraint: engine_pb2.Constraint | None
-    """Structured-output constraint of the answer."""
-    bad_sequences: list[list[int]]
-    """Id sequences that the answer must not contain."""
-    images: list[Placeholder]
-    """Where the images are in the prompt, in order."""
-
-
-async def prepare(deps: Deps, session: Session, request: TurnRequest) -> PromptTokens:
+async def prepare(deps: Deps, session: Session, request: TurnRequest) -> Prompt:
     """Turns a request into tokens. A short one does not wait.
 
     The search in the tree starts where the earlier request of the conversation led, if that is
@@ -190,7 +174,7 @@ async def prepare(deps: Deps, session: Session, request: TurnRequest) -> PromptT
         RollmeshError: The request has no prompt.
     """
     tree, conversation = session.tree, request.conversation
-    context = replace(request.settings.render_context, now=session.spec.template_unix_ms // 1000)
+    context = replace(request.settings.render_context, now=session.now_s)
     groups, earlier = conversation.groups, conversation.earlier
     start = tree.start(context, groups, earlier.digest if earlier is not None else b"")
     changes, owner = tree.changes, session.spec.session_id
@@ -202,9 +186,16 @@ async def prepare(deps: Deps, session: Session, request: TurnRequest) -> PromptT
     ):
         match, bookmark = tree.search(start, groups)
         tree.keep(context, conversation.digest, bookmark)
-        chars = _new_chars(match, context, groups)
+        # About the size of the text that the tree does not hold.
+        chars = len(context.options_json) + (0 if match.depth else len(context.tools_json))
+        for group in groups[match.depth :]:
+            for message in group:
+                chars += _MESSAGE_CHARS + len(message.content) + len(message.reasoning)
+                chars += len(message.name) + len(message.tool_call_id)
+                for one in message.tool_calls:
+                    chars += len(one.id) + len(one.name) + len(one.arguments)
         if chars > _SHORT_CHARS:
-            work = partial(_prepare_long, deps, match, request, context)
+            work = partial(_prepare, deps, match, request, context, is_long=True)
             return await deps.long_work.run(owner, work)
         rewrites = deps.continuation.profile.findings & REWRITING  # renders all of it
         if chars > _INLINE_CHARS or len(groups) > _INLINE_GROUPS or rewrites:
@@ -217,47 +208,35 @@ async def prepare(deps: Deps, session: Session, request: TurnRequest) -> PromptT
 
     loop = asyncio.get_running_loop()
 
-    def search_and_prepare() -> PromptTokens:
+    def search_and_prepare() -> Prompt:
         match, bookmark = tree.search(start, groups)
         loop.call_soon_threadsafe(keep, bookmark)
-        return _prepare_long(deps, match, request, context)
+        return _prepare(deps, match, request, context, is_long=True)
 
     return await deps.long_work.run(owner, search_and_prepare)
 
 
-def _prepare_long(
-    deps: Deps, match: Match, request: TurnRequest, context: RenderContext
-) -> PromptTokens:
-    """Prepares a request with much new text, unless the text cannot fit into the context."""
-    groups = request.conversation.groups
-    texts = (message.content for group in groups[match.depth :] for message in group)
-    _check_fits(deps, match, texts)
-    return _prepare(deps, match, request, context)
-
-
-def _check_fits(deps: Deps, match: Match, texts: Iterable[str]) -> None:
-    """Checks text that follows a node before it is tokenised as a whole.
-
-    Raises:
-        ContextLengthExceededError: It cannot fit into the context.
-    """
-    room = deps.max_context_tokens - match.node.end
-    least = least_tokens(texts, room, deps.tokenizer)
-    if least > room:
-        raise _too_long(deps, f"at least {match.node.end + least}", match.node.end + least)
-
-
-def _check_printed(deps: Deps, match: Match, texts: Sequence[str]) -> None:
-    """Checks printed text as `_check_fits`. A short one is tokenised and counted exactly."""
-    if sum(map(len, texts)) > _SHORT_CHARS:
-        _check_fits(deps, match, texts)
-
-
 def _prepare(
-    deps: Deps, match: Match, request: TurnRequest, context: RenderContext
-) -> PromptTokens:
-    """Tokenises the part of a request that the tree lacks. May run in a worker thread."""
+    deps: Deps, match: Match, request: TurnRequest, context: RenderContext, *, is_long: bool = False
+) -> Prompt:
+    """Tokenises the part of a request that the tree lacks. May run in a worker thread.
+
+    Long text is refused before it is tokenised as a whole if it cannot fit into the context.
+    """
     groups, settings = request.conversation.groups, request.settings
+
+    def check(texts: Iterable[str]) -> None:
+        room = deps.max_context_tokens - match.node.end
+        least = least_tokens(texts, room, deps.tokenizer)
+        if least > room:
+            raise _too_long(deps, f"at least {match.node.end + least}", match.node.end + least)
+
+    def check_printed(texts: Sequence[str]) -> None:
+        if sum(map(len, texts)) > _SHORT_CHARS:  # a short one is counted exactly
+            check(texts)
+
+    if is_long:
+        check(message.content for group in groups[match.depth :] for message in group)
     try:
         prompt = build_prompt(
             deps.continuation,
@@ -266,7 +245,7 @@ def _prepare(
             groups,
             context,
             rewrite=deps.config.history == "rewrite",
-            check=partial(_check_printed, deps, match),
+            check=check_printed,
         )
     except _REFUSALS as error:
         raise InvalidMessagesError("messages", f"the chat template: {error}") from error
@@ -274,26 +253,26 @@ def _prepare(
         raise InvalidMessagesError(error.field, error.problem) from error
     opening = deps.answer_format.opening
     inside = bool(opening) and deps.continuation.opens_reasoning(groups, context, opening)
-    with field_errors():
+    try:
         found = constraint_of(settings.wanted, deps.answer_format, context, inside_reasoning=inside)
-        unwanted = bad_sequences(settings.sampling.bad_words, deps.tokenizer)
+        prompt.bad_sequences = bad_sequences(settings.sampling.bad_words, deps.tokenizer)
+    except InvalidInputError as error:
+        raise InvalidFieldError(error.field, error.problem) from error
+    prompt.inside_reasoning = inside
+    prompt.constraint = None if found is None else engine_pb2.Constraint(**found._asdict())
     ids = prompt.ids()
-    packed = pack_ids(ids)
-    return PromptTokens(
-        prompt,
-        packed,
-        len(ids),
-        zlib.crc32(packed),
-        inside,
-        None if found is None else engine_pb2.Constraint(**found._asdict()),
-        unwanted,
-        prompt.placeholders() if request.conversation.images else [],
-    )
+    prompt.packed, prompt.length = pack_ids(ids), len(ids)
+    prompt.crc32 = zlib.crc32(prompt.packed)
+    if request.conversation.images:
+        images, end = prompt.match.node.placeholders(), prompt.match.node.end
+        for _, ids, shown in prompt.new_groups:
+            images += (one._replace(offset=one.offset + end) for one in shown)
+            end += len(ids)
+        prompt.images = images
+    return prompt
 
 
-def sampling_of(
-    deps: Deps, request: TurnRequest, prompt: PromptTokens
-) -> sampling_pb2.SamplingParams:
+def sampling_of(deps: Deps, request: TurnRequest, prompt: Prompt) -> sampling_pb2.SamplingParams:
     """Returns the sampling parameters for the engine.
 
     Raises:
@@ -352,17 +331,3 @@ def least_tokens(texts: Iterable[str], room: int, tokenizer: ModelTokenizer) -> 
             if least > room:
                 return least
     return least
-
-
-def _new_chars(match: Match, context: RenderContext, groups: list[MessageGroup]) -> int:
-    """Returns the approximate size of the text that the tree does not hold, characters."""
-    size = len(context.options_json)
-    if not match.depth:
-        size += len(context.tools_json)
-    for group in groups[match.depth :]:
-        for message in group:
-            size += _MESSAGE_CHARS + len(message.content) + len(message.reasoning)
-            size += len(message.name) + len(message.tool_call_id)
-            for one in message.tool_calls:
-                size += len(one.id) + len(one.name) + len(one.arguments)
-    return size

@@ -999,11 +999,12 @@ class ChatCall:
         """Joins the turns that the choices retry, begins the others, and returns all of them."""
         registry, session = self._registry, self._session
         session.used_ms = clock.monotonic_ms()
-        if new := sum(session.find_turn(choice) is None for choice in choices):
+        known = [session.find_turn(choice) for choice in choices]
+        if new := known.count(None):
             check_budget(session, new)
         turns: list[Turn] = []
-        for choice in choices:
-            turn = session.find_turn(choice) or registry.begin(session, choice)
+        for choice, found in zip(choices, known, strict=True):
+            turn = found or registry.begin(session, choice)
             session.join(turn, choice, self._changed)
             self._turns.append(turn)
             turns.append(turn)
@@ -1026,7 +1027,7 @@ class ChatCall:
         await registry.mark_spent(session, error)
         if turn is None:
             metrics.TURNS.labels(error.reason).inc()
-        if session.spec.limits.refuses:
+        if session.spec.budget.refuses:
             raise error
         answer_id = turn.answer_id if turn else session.new_answer_id()
         return write_final_answer(answer_id, error, choice, turn.prompt_tokens if turn else 0)

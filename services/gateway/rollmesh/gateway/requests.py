@@ -1,8 +1,7 @@
 """Reads chat requests: validates every field and fills in the session's defaults."""
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
@@ -10,7 +9,6 @@ from google.protobuf import json_format
 
 from rollmesh.chat import (
     Calls,
-    InvalidInputError,
     RenderContext,
     Wanted,
     fingerprint,
@@ -461,16 +459,3 @@ def _check_schema(schema: bytes) -> None:
         raise InvalidFieldError("json_format", f"its schema is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidFieldError("json_format", "its schema is not an object")
-
-
-@contextmanager
-def field_errors() -> Iterator[None]:
-    """Within the block, errors of the chat library are errors of the contract.
-
-    Raises:
-        InvalidFieldError: A field of the request is invalid.
-    """
-    try:
-        yield
-    except InvalidInputError as error:
-        raise InvalidFieldError(error.field, error.problem) from error

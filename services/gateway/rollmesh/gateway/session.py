@@ -25,9 +25,10 @@ requests get these again, as they get answers that were lost with the process.
 """
 
 import asyncio
+import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from google.protobuf import json_format
@@ -89,8 +90,7 @@ class SessionSpec:
     """Its policies: name and version of each adapter. An empty name is the base model, and a
     version of 0 the newest revision."""
     columns: Sequence[sampling_pb2.ColumnKind.ValueType] = ()
-    budget: Sequence[int] = Budget()
-    """The fields of its `Budget`."""
+    budget: Budget = field(default_factory=Budget)
     message_bytes: int = 0
     """Maximum size of the messages in its record, bytes. 0: the record has none."""
     capture: int = session_pb2.CAPTURE_TOKENS
@@ -115,11 +115,11 @@ class SessionSpec:
         origin = self.started_from
         return (origin.template_unix_ms if origin else 0) or self.opened_unix_ms
 
-    @property
-    def limits(self) -> Budget:
-        """Its budget."""
-        calls, sampled_tokens, time_ms, refuses = self.budget
-        return Budget(calls, sampled_tokens, time_ms, bool(refuses))
+    @classmethod
+    def from_json(cls, text: str) -> "SessionSpec":
+        """Returns the settings that the journal has."""
+        found = cls(**json.loads(text))
+        return replace(found, budget=Budget(*found.budget))
 
     @property
     def policies(self) -> list[sampling_pb2.AdapterRef]:
@@ -325,14 +325,11 @@ class Turn(AnswerReceipt):
     """Number of its request ids that the journal has."""
     outcome: Node | RollmeshError | None = None
     """The committed answer, or the error with which it failed, or None until then."""
+    node: Node | None = None
+    """The committed answer, once there is one."""
     running: tuple[Node, Order] | None = None
     """The node that it continues, and its generation, while engines sample it."""
     _prompts: int = 0
-
-    @property
-    def node(self) -> Node | None:
-        """The committed answer, once there is one."""
-        return self.outcome if isinstance(self.outcome, Node) else None
 
     @property
     def has_emitted(self) -> bool:
@@ -361,6 +358,8 @@ class Turn(AnswerReceipt):
         """Ends the turn. Only the first end counts."""
         if self.outcome is None:
             self.outcome = outcome
+            if isinstance(outcome, Node):
+                self.node = outcome
             self.images, self.running = {}, None
             self._wake()
             self.responses = []  # current readers keep a reference to the old list
@@ -370,6 +369,7 @@ class Turn(AnswerReceipt):
             reader.set()
 
 
+@dataclass(slots=True)
 class EqualTurns:
     """The turns of equal requests, in flight or answered, oldest first.
 
@@ -377,48 +377,35 @@ class EqualTurns:
     only: a session may have thousands of equal samples.
     """
 
-    def __init__(self) -> None:
-        self._all: dict[Turn, None] = {}
-        self._unsent: dict[Turn, None] = {}
-        """Turns whose answers were not sent when they were last looked at."""
-        self._calls: dict[str, Turn] = {}
-        """Turns by the ids of the calls that joined them."""
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
-
-    def __iter__(self) -> Iterator[Turn]:
-        return iter(self._all)
+    turns: dict[Turn, None] = field(default_factory=dict)
+    unsent: dict[Turn, None] = field(default_factory=dict)
+    """Turns whose answers were not sent when they were last looked at."""
+    calls: dict[str, Turn] = field(default_factory=dict)
+    """Turns by the ids of the calls that joined them."""
 
     def add(self, turn: Turn) -> None:
         """Adds the newest turn, with the calls that joined it before a restart."""
-        self._all[turn] = self._unsent[turn] = None
-        self._calls |= dict.fromkeys(turn.call_ids, turn)
-
-    def join(self, turn: Turn, call_id: str) -> None:
-        """Records that a call joined a turn. An empty id names no call."""
-        if call_id and call_id not in self._calls:
-            turn.call_ids.append(call_id)
-            self._calls[call_id] = turn
+        self.turns[turn] = self.unsent[turn] = None
+        self.calls |= dict.fromkeys(turn.call_ids, turn)
 
     def remove(self, turn: Turn) -> None:
         """Removes a turn, if it is one of them."""
-        self._all.pop(turn, None)
-        self._unsent.pop(turn, None)
+        self.turns.pop(turn, None)
+        self.unsent.pop(turn, None)
         for call_id in turn.call_ids:
-            self._calls.pop(call_id, None)
+            self.calls.pop(call_id, None)
 
     def retried(self, retry_count: int, call_id: str = "") -> Turn | None:
         """Returns the turn that a request without a key joins, or None if it begins a new one."""
-        if call_id in self._calls:
-            return self._calls[call_id]
-        for turn in [turn for turn in self._unsent if turn.sent]:
-            del self._unsent[turn]
-        lost = [turn for turn in self._unsent if not turn.readers]
+        if call_id in self.calls:
+            return self.calls[call_id]
+        for turn in [turn for turn in self.unsent if turn.sent]:
+            del self.unsent[turn]
+        lost = [turn for turn in self.unsent if not turn.readers]
         candidates = lost[::-1]
         if retry_count and not lost:
-            gone = [turn for turn in self._all if not turn.readers]
-            candidates = [turn for turn in self._all if turn.readers] + gone[::-1]
+            gone = [turn for turn in self.turns if not turn.readers]
+            candidates = [turn for turn in self.turns if turn.readers] + gone[::-1]
         # The first turn whose number of tries is closest to the request's.
         return min(candidates, key=lambda turn: abs(turn.tries + 1 - retry_count), default=None)
 
@@ -452,6 +439,12 @@ class Session:
     closing: bool = False
     used_ms: int = field(default_factory=clock.monotonic_ms)
     """Time of the last use, on the monotonic clock."""
+    now_s: int = field(init=False)
+    """The time that the chat template prints, unix seconds."""
+
+    def __post_init__(self) -> None:
+        """Reads the time from the settings, once for all turns."""
+        self.now_s = self.spec.template_unix_ms // 1000
 
     @property
     def image_bytes(self) -> int:
@@ -461,7 +454,7 @@ class Session:
     @property
     def record_bytes(self) -> int:
         """Approximate upper bound of the size of its record, bytes."""
-        size = self.image_bytes + EDGE_BYTES * len(self.tree.edges)
+        size = EDGE_BYTES * len(self.tree.edges) + (self.image_bytes if self.images else 0)
         match self.spec.export_mode:
             case gateway_pb2.EXPORT_MODE_TREE:
                 return size + self.tree.tree_bytes
@@ -481,7 +474,7 @@ class Session:
             return None
         if not request.idempotency_key:
             return turns.retried(request.retry_count, request.call_id)
-        first = next(iter(turns))
+        first = next(iter(turns.turns))
         if first.fingerprint != request.fingerprint:
             raise IdempotencyKeyReusedError(
                 "idempotency_key", "was given with another request; give each request its own"
@@ -560,10 +553,10 @@ class Session:
             len(turn.request_ids) < _MOST_REQUEST_IDS
         ):
             turn.request_ids.append(request.request_id)
-        if request.call_id:
-            turns = self.turns.get(turn.idempotency_key or turn.fingerprint)
-            if turns is not None:
-                turns.join(turn, request.call_id)
+        equal = self.turns.get(turn.idempotency_key or turn.fingerprint)
+        if equal is not None and request.call_id not in {"", *equal.calls}:
+            turn.call_ids.append(request.call_id)
+            equal.calls[request.call_id] = turn
 
     def leave(self, turn: Turn, reader: asyncio.Event) -> None:
         """Ends the wait of a request. The last one cancels a turn that need not finish."""
@@ -610,7 +603,7 @@ class Session:
         turns = self.turns.get(identity)
         if turns is not None:
             turns.remove(turn)
-            if not turns:
+            if not turns.turns:
                 del self.turns[identity]
         if self.answers.get(turn.answer_id) is turn:
             del self.answers[turn.answer_id]
@@ -623,14 +616,12 @@ class Session:
         """
         nodes = [
             turn.node
-            for turns in self.turns.values()
-            for turn in turns
+            for equal in self.turns.values()
+            for turn in equal.turns
             if turn.node is not None and not (turn.handed or turn.readers)
         ]
+        orphaned = {trajectory_pb2.FIDELITY_REASON_ORPHANED}
         for node in nodes:
             # A close that could not be stored may have marked it.
-            reasons = node.reasons - {trajectory_pb2.FIDELITY_REASON_ORPHANED}
-            node.reasons = (
-                reasons if node.children else reasons | {trajectory_pb2.FIDELITY_REASON_ORPHANED}
-            )
+            node.reasons = node.reasons - orphaned if node.children else node.reasons | orphaned
         return nodes

@@ -136,6 +136,9 @@ class Node:
     """Its columns, see `columns_between`, until the journal has them."""
     column_bytes: int = 0
     """Size of its columns."""
+    was_sampled: bool = False
+    """Whether a model sampled it: in a turn, or in the session that this one starts from. The tree
+    sets this and the next four."""
     ends_turn: bool = True
     """False for an answer that was cut. The next node closes it."""
     end: int = 0
@@ -152,16 +155,6 @@ class Node:
     by_key: dict[bytes, list["Node"]] = field(default_factory=dict)
     by_lenient_key: dict[bytes, list["Node"]] = field(default_factory=dict)
 
-    @property
-    def was_sampled(self) -> bool:
-        """Whether a model sampled it: in a turn, or in the session that this one starts from."""
-        return self.sample is not None or _IMPORTED in self.reasons
-
-    @property
-    def request_ids(self) -> Sequence[str]:
-        """Ids that the agent gave the requests that it answers."""
-        return () if self.sample is None else self.sample.request_ids
-
     def up(self) -> Iterator["Node"]:
         """Yields the nodes from this node to the root's child."""
         node: Node | None = self
@@ -176,8 +169,7 @@ class Node:
         while node.parent is not None:
             nodes.append(node)
             node = node.parent
-        nodes.reverse()
-        return nodes
+        return nodes[::-1]
 
     def placeholders(self) -> list[Placeholder]:
         """Returns where the images are in the context after this node, in order."""
@@ -189,7 +181,12 @@ class Node:
 
     def context(self) -> list[TokenIds]:
         """Returns the arrays whose concatenation is the context after this node."""
-        return [node.token_ids for node in self.path()]
+        parts: list[TokenIds] = []
+        node = self
+        while node.parent is not None:
+            parts.append(node.token_ids)
+            node = node.parent
+        return parts[::-1]
 
 
 # Columns of nodes: the sampling support of their tokens, and routed experts.
@@ -204,10 +201,8 @@ def columns_between(columns: Sequence[TokenColumn], start: int, end: int) -> byt
 
     Returns:
         Serialised `TokenColumns`. Index i of the support is the node's token i, and index i of the
-        experts is the token before it. Empty if there are none.
+        experts is the token before it.
     """
-    if not columns:
-        return b""
     found = sampling_pb2.TokenColumns()
     for kind, shift in ((SUPPORT, 0), (EXPERTS, 1)):
         of_kind = [one for one in columns if one.kind == kind]
@@ -271,11 +266,6 @@ class Bookmark(NamedTuple):
     """The last group of that beginning. A later request may have added tool results to it."""
     passed_over: frozenset[Node] = frozenset()
     """Nodes whose children were compared although the path does not contain them."""
-
-    def continues_in(self, groups: Sequence[MessageGroup]) -> bool:
-        """Returns whether a conversation with the same first messages still leads to the node."""
-        depth = self.match.depth
-        return not depth or (depth <= len(groups) and groups[depth - 1] == self.last)
 
     def depends_on(self, parent: Node) -> bool:
         """Returns whether another child of a node may lead the conversation elsewhere."""
@@ -504,8 +494,10 @@ class Tree:
             earlier: Digest of an earlier conversation that the request begins with. May be empty.
         """
         bookmark = self._bookmarks.get((render_context.key, earlier))
-        if bookmark is not None and bookmark.continues_in(groups):
-            return bookmark
+        if bookmark is not None:
+            depth = bookmark.match.depth
+            if not depth or (depth <= len(groups) and groups[depth - 1] == bookmark.last):
+                return bookmark
         root = self._roots.get(render_context.key)
         return Bookmark(Match(new_root(render_context) if root is None else root, 0), ())
 
@@ -615,8 +607,9 @@ class Tree:
             len(token_ids),
             images,
             reasons=self._context_reasons(parent) if group[0].role == "assistant" else frozenset(),
-            columns=columns_between(columns, parent.end, parent.end + len(token_ids)),
         )
+        if columns:
+            node.columns = columns_between(columns, parent.end, parent.end + len(token_ids))
         return self._attach(node, key)
 
     def add_sample(
@@ -638,11 +631,14 @@ class Tree:
             (message,),
             np.concatenate([generation_prompt, sample.token_ids]),
             len(generation_prompt),
-            sample=replace(sample, columns=()) if sample.columns else sample,
+            sample=sample,
             reasons=reasons | self._context_reasons(parent),
             said=said,
         )
-        node.columns = columns_between(sample.columns, parent.end, parent.end + len(node.token_ids))
+        if sample.columns:
+            end = parent.end + len(node.token_ids)
+            node.columns = columns_between(sample.columns, parent.end, end)
+            node.sample = replace(sample, columns=())
         return self._attach(node, exact_key(node.messages, call_ids=self._call_ids))
 
     def attach(self, node: Node) -> Node:
@@ -660,26 +656,19 @@ class Tree:
             if bookmark.depends_on(parent):
                 del self._bookmarks[name]
         last = int(node.token_ids[-1]) if tokens else None
-        node.column_bytes = node.column_bytes or len(node.columns)
+        node.was_sampled = node.sample is not None or _IMPORTED in node.reasons
         node.ends_turn = not node.was_sampled or last in self._end_ids
-        node.own_bytes, text_bytes = _sizes(node)
-        node.record_bytes = parent.record_bytes + node.own_bytes
-        if not parent.children and parent.parent is not None:
-            self.leaf_bytes -= parent.record_bytes + _ROW_BYTES
-        self._count_record(node, 1)
+        node.column_bytes = node.column_bytes or len(node.columns)
         node.end = parent.end + tokens
         node.token_ids.flags.writeable = False
+        self._count(node, 1)
         parent.children.append(node)
         self.nodes[node.node_id] = node
-        self.turns += node.sample is not None
-        self.sampled_tokens += node.sample.completion_tokens if node.sample else 0
-        self.tokens += tokens
         self.widest = max(self.widest, len(parent.children))
         parent.by_key.setdefault(key, []).append(node)
         if node.was_sampled:
             lenient = lenient_key(node.messages, call_ids=self._call_ids)
             parent.by_lenient_key.setdefault(lenient, []).append(node)
-        self.text_bytes += text_bytes
         self._next_id = max(self._next_id, node.node_id + 1)
         return node
 
@@ -699,17 +688,10 @@ class Tree:
         for name, bookmark in [*self._bookmarks.items()]:
             if bookmark.match.node is node:
                 del self._bookmarks[name]
-        self.turns -= node.sample is not None
-        self.sampled_tokens -= node.sample.completion_tokens if node.sample else 0
-        self.tokens -= len(node.token_ids)
-        self.text_bytes -= _sizes(node)[1]
-        if not parent.children:
-            if parent.parent is None:
-                del self._roots[parent.render_context.key]
-                self.text_bytes -= _context_size(parent.render_context)
-            else:
-                self.leaf_bytes += parent.record_bytes + _ROW_BYTES
-        self._count_record(node, -1)
+        self._count(node, -1)
+        if not parent.children and parent.parent is None:
+            del self._roots[parent.render_context.key]
+            self.text_bytes -= _context_size(parent.render_context)
 
     def reattach(self, node: Node) -> Node:
         """Reattaches the detached nodes of a path, for a turn that was prepared on top of it.
@@ -757,12 +739,39 @@ class Tree:
         changed = first and first[min(first)].render_context.key != parent.render_context.key
         return frozenset({trajectory_pb2.FIDELITY_REASON_TOOLS_CHANGED}) if changed else frozenset()
 
-    def _count_record(self, leaf: Node, sign: int) -> None:
-        size = sign * (leaf.record_bytes + _ROW_BYTES)
-        self.leaf_bytes += size
-        self.tree_bytes += sign * leaf.own_bytes
-        if leaf.sample is not None:
-            self.turn_bytes += size
+    def _count(self, node: Node, sign: int) -> None:
+        """Adds the sizes of a node without children to all counts, or subtracts them.
+
+        The parent does not have it as a child at that moment.
+        """
+        parent, sample = node.parent, node.sample
+        assert parent is not None
+        own = len(node.token_ids) * _TOKEN_BYTES + _NODE_BYTES + len(node.images) * _IMAGE_BYTES
+        own += node.column_bytes
+        text = 0
+        if sample is not None:
+            text = sample.sampling.ByteSize()
+            own += len(sample.spans) * _SPAN_BYTES + text + sum(map(len, sample.request_ids))
+            tops = sample.tops
+            text += 0 if tops is None else tops.ids.nbytes + tops.logprobs.nbytes
+            text += _TOLD_BYTES * len(sample.told.logprobs) if sample.told else 0
+            self.turns += sign
+            self.sampled_tokens += sign * sample.completion_tokens
+        for message in node.messages:
+            text += len(message.content) + len(message.reasoning)
+            text += len(message.images) * _IMAGE_BYTES
+            for call in message.tool_calls:
+                text += len(call.arguments)
+        if sign > 0:  # request ids that come later do not count
+            node.own_bytes, node.record_bytes = own, parent.record_bytes + own
+        row = sign * (node.record_bytes + _ROW_BYTES)
+        self.tokens += sign * len(node.token_ids)
+        self.text_bytes += sign * text
+        self.tree_bytes += sign * node.own_bytes
+        self.turn_bytes += row if sample is not None else 0
+        self.leaf_bytes += row
+        if not parent.children and parent.parent is not None:
+            self.leaf_bytes -= sign * (parent.record_bytes + _ROW_BYTES)
 
 
 def _context_size(context: RenderContext) -> int:
@@ -772,21 +781,3 @@ def _context_size(context: RenderContext) -> int:
 def path_bytes(tokens: int, nodes: int) -> int:
     """Returns an approximate upper bound of a path's size in a record, bytes."""
     return tokens * _TOKEN_BYTES + nodes * _NODE_BYTES + _ROW_BYTES
-
-
-def _sizes(node: Node) -> tuple[int, int]:
-    """Returns the approximate sizes of a node in a record, and of its text and most likely ids."""
-    own = len(node.token_ids) * _TOKEN_BYTES + _NODE_BYTES + len(node.images) * _IMAGE_BYTES
-    own += node.column_bytes + sum(map(len, node.request_ids))
-    text = 0
-    if node.sample is not None:
-        text = node.sample.sampling.ByteSize()
-        own += len(node.sample.spans) * _SPAN_BYTES + text
-        tops = node.sample.tops
-        text += 0 if tops is None else tops.ids.nbytes + tops.logprobs.nbytes
-        text += _TOLD_BYTES * len(node.sample.told.logprobs) if node.sample.told else 0
-    for message in node.messages:
-        text += len(message.content) + len(message.reasoning) + len(message.images) * _IMAGE_BYTES
-        for call in message.tool_calls:
-            text += len(call.arguments)
-    return own, text

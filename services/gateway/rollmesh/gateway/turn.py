@@ -8,15 +8,14 @@ from functools import partial
 
 import numpy as np
 
-from rollmesh.chat import Calls, Message, ParserEvent, new_call_id
+from rollmesh.chat import Calls, InvalidInputError, Message, ParserEvent, new_call_id
 from rollmesh.chat.parsing import Answer, IncrementalDecoder, check_readable
 from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.conversation import facts_of
 from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.journal import Journal, read_image_bytes
 from rollmesh.gateway.limits import book_tokens, check_limits, reserve
-from rollmesh.gateway.prompt import Prompt, PromptTokens, prepare, sampling_of
-from rollmesh.gateway.requests import field_errors
+from rollmesh.gateway.prompt import Prompt, prepare, sampling_of
 from rollmesh.gateway.responses import write_deltas, write_prompt, write_tokens
 from rollmesh.gateway.session import Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Fidelity, Node, Sample, path_bytes
@@ -60,15 +59,41 @@ async def run_turn(
             prompt, draft = await _sample(deps, store, session, turn, request)
     except TimeoutError as error:
         raise DeadlineError(f"the turn took longer than {timeout_ms} ms") from error
+    answer, generation = draft.answer, draft.generation
     sample = sample_of(draft, prompt.length, prompt.crc32, turn)
-    if size := sum(one.data_bytes for one in sample.columns):
+    if sample.columns:
+        size = sum(one.data_bytes for one in sample.columns)
         reserve(deps.config, session, turn, turn.record_bytes + size)
     turn.committing = True
-    reasons = draft.reasons(request, prompt, sample)
-    if turn.is_limited and sample.finish == sampling_pb2.FINISH_REASON_LENGTH:
-        reasons |= {trajectory_pb2.FIDELITY_REASON_BUDGET}
-    message = draft.answer.message()
-    return await commit(store, session, turn, prompt.prompt, message, sample, reasons)
+    # Banned ids are part of the model: they carry no reason.
+    asked, how = request.sampling, request.settings.sampling
+    masked = asked.allowed_token_ids or asked.logit_bias or asked.bad_sequences
+    is_cut = turn.is_limited and sample.finish == sampling_pb2.FINISH_REASON_LENGTH
+    reasons = set(prompt.match.reasons)
+    for reason, holds in (
+        (trajectory_pb2.FIDELITY_REASON_MIGRATED, generation.migrated),
+        (trajectory_pb2.FIDELITY_REASON_RESTARTED, generation.restarted),
+        (trajectory_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL, answer.malformed),
+        (trajectory_pb2.FIDELITY_REASON_STOP_STRING, answer.stopped_at is not None),
+        (
+            trajectory_pb2.FIDELITY_REASON_CONSTRAINED,
+            masked or prompt.bad_sequences or prompt.constraint is not None,
+        ),
+        (trajectory_pb2.FIDELITY_REASON_SAMPLING_CHANGED, how.is_changed),
+        (trajectory_pb2.FIDELITY_REASON_TRUNCATED_SUPPORT, how.truncates),
+        (
+            trajectory_pb2.FIDELITY_REASON_LOGPROB_NOT_FINITE,
+            not np.isfinite(sample.logprobs).all(),
+        ),
+        (
+            trajectory_pb2.FIDELITY_REASON_COLUMNS_INCOMPLETE,
+            not generation.has_all_rows(len(sample.token_ids)),
+        ),
+        (trajectory_pb2.FIDELITY_REASON_BUDGET, is_cut),
+    ):
+        if holds:
+            reasons.add(reason)
+    return await commit(store, session, turn, prompt, answer.message(), sample, frozenset(reasons))
 
 
 async def count_tokens(deps: Deps, session: Session, request: TurnRequest) -> tuple[int, bool]:
@@ -108,9 +133,6 @@ async def tokens_of(
     return await deps.run(work)
 
 
-# The answer of a turn while it is sampled.
-
-
 @dataclass(slots=True)
 class Draft:
     """An answer while it is sampled."""
@@ -122,58 +144,31 @@ class Draft:
     unreturned: list[Sampled] = field(default_factory=list)
     """The other tokens, if the stream wants tokens."""
 
-    def certain_tokens(self, *, over: bool = False) -> Sampled | None:
-        """Returns the next tokens that are certain to be kept, or None if there are none."""
-        certain = self.answer.stopped_at if over else self.answer.certain
-        end = self.generation.taken if certain is None else certain
-        if end <= self.returned:
-            return None
-        run = joined(self.unreturned).until(end - self.returned)
-        self.unreturned.clear()
-        self.returned = end
-        return run
-
-    def reasons(
-        self, request: TurnRequest, prompt: PromptTokens, sample: Sample
-    ) -> frozenset[Fidelity]:
-        """Returns the fidelity reasons of the complete answer."""
-        reasons = set(prompt.prompt.match.reasons)
-        if self.generation.migrated:
-            reasons.add(trajectory_pb2.FIDELITY_REASON_MIGRATED)
-        if self.generation.restarted:
-            reasons.add(trajectory_pb2.FIDELITY_REASON_RESTARTED)
-        if self.answer.malformed:
-            reasons.add(trajectory_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL)
-        if self.answer.stopped_at is not None:
-            reasons.add(trajectory_pb2.FIDELITY_REASON_STOP_STRING)
-        # Banned ids are part of the model: they carry no reason.
-        asked = request.sampling
-        masked = asked.allowed_token_ids or asked.logit_bias or asked.bad_sequences
-        if masked or prompt.bad_sequences or prompt.constraint is not None:
-            reasons.add(trajectory_pb2.FIDELITY_REASON_CONSTRAINED)
-        if request.settings.sampling.is_changed:
-            reasons.add(trajectory_pb2.FIDELITY_REASON_SAMPLING_CHANGED)
-        if request.settings.sampling.truncates:
-            reasons.add(trajectory_pb2.FIDELITY_REASON_TRUNCATED_SUPPORT)
-        if not np.isfinite(sample.logprobs).all():
-            reasons.add(trajectory_pb2.FIDELITY_REASON_LOGPROB_NOT_FINITE)
-        if not self.generation.has_all_rows(len(sample.token_ids)):
-            reasons.add(trajectory_pb2.FIDELITY_REASON_COLUMNS_INCOMPLETE)
-        return frozenset(reasons)
-
 
 async def _sample(
     deps: Deps, store: Journal, session: Session, turn: Turn, request: TurnRequest
-) -> tuple[PromptTokens, Draft]:
-    """Prepares the prompt of a turn, and generates its answer."""
-    settings = request.settings
+) -> tuple[Prompt, Draft]:
+    """Prepares the prompt of a turn, and generates its answer, whatever becomes of the engines.
+
+    If an engine is lost, another one continues from the tokens that it sampled. Where that is not
+    exact, the generation begins anew, unless part of the answer was sent.
+
+    Raises:
+        EngineLostError: The engines were lost, and the answer cannot be continued.
+        GenerationAbortedError: An operator aborted it, and the answer cannot be continued.
+        EngineMismatchError: An engine refused the prompt because it serves another model.
+        RollmeshError: The request has no prompt, or the session has no room for it.
+    """
+    config, spec, settings = deps.config, session.spec, request.settings
     tools_json = settings.callable_context.tools_json
     if tools_json and settings.wanted.calls is not Calls.NONE:
-        with field_errors():
+        try:
             check_readable(deps.answer_format, tools_json)
-    check_limits(deps.config, session)
+        except InvalidInputError as error:
+            raise InvalidFieldError(error.field, error.problem) from error
+    check_limits(config, session)
     if request.shared is None:
-        prompt: PromptTokens = await prepare(deps, session, request)
+        prompt: Prompt = await prepare(deps, session, request)
     else:
         prompt = await request.shared.get(partial(prepare, deps, session, request))
     turn.prompt_tokens = prompt.length
@@ -182,38 +177,12 @@ async def _sample(
     sampling = sampling_of(deps, request, prompt)
     await book_tokens(session, turn, sampling)
     turn.images = request.conversation.fresh
-    tree_only = session.spec.export_mode == gateway_pb2.EXPORT_MODE_TREE
-    parent = prompt.prompt.match.node  # a trajectory repeats its path
-    most = (0 if tree_only else parent.record_bytes) + sampling.ByteSize()
+    parent = prompt.match.node  # a trajectory repeats its path
+    is_tree = spec.export_mode == gateway_pb2.EXPORT_MODE_TREE
+    most = (0 if is_tree else parent.record_bytes) + sampling.ByteSize()
     tokens = prompt.length - parent.end + sampling.max_tokens
-    most += path_bytes(tokens, len(prompt.prompt.new_groups) + 1)
-    reserve(deps.config, session, turn, most)
-    order = _order(deps, store, session, turn, request, prompt, sampling)
-    turn.running = parent, order
-    draft = await _generate(deps, order, turn, request, prompt)
-    answer = draft.answer
-    turn.emit(write_deltas(answer.end_text(), turn.choice))
-    if deps.vllm_parser is not None and (whole := answer.whole) is not None:
-        whole.take(await deps.vllm_parser.read(whole.text, tools_json))
-    _emit(deps, draft, turn, request, answer.finish(), over=True)
-    turn.stop = answer.stop
-    return prompt, draft
+    reserve(config, session, turn, most + path_bytes(tokens, len(prompt.new_groups) + 1))
 
-
-def _order(
-    deps: Deps,
-    store: Journal,
-    session: Session,
-    turn: Turn,
-    request: TurnRequest,
-    prompt: PromptTokens,
-    sampling: sampling_pb2.SamplingParams,
-) -> Order:
-    """Returns the generation that a turn wants from the engines."""
-    spec, settings, config = session.spec, request.settings, deps.config
-    one_call = deps.answer_format.one_call and bool(settings.callable_context.tools_json)
-    # Whether parts of the answer are needed before it is complete.
-    early = request.stream or bool(settings.stops) or settings.wanted.one_call or one_call
     complete = engine_pb2.GenerateRequest(
         session_id=spec.session_id,
         token_ids_u32le=prompt.packed,
@@ -223,16 +192,16 @@ def _order(
         model=config.model,
         banned_token_ids=deps.banned_ids,
         columns=spec.columns,
-        routed_experts_start=max(prompt.prompt.match.node.end - 1, 0) if spec.columns else 0,
+        routed_experts_start=max(parent.end - 1, 0) if spec.columns else 0,
+        adapter=request.adapter,
     )
-    if request.adapter is not None:
-        complete.adapter.CopyFrom(request.adapter)
     for one in prompt.images:
         complete.images.add(sha256=one.sha256, offset=one.offset, length=one.length)
-    generation = Generation(complete, deps.vocabulary_tokens, prompt.crc32)
-    generation.restarted = turn.restarted
-    return Order(
-        generation,
+    one_call = deps.answer_format.one_call and bool(tools_json)
+    # Whether parts of the answer are needed before it is complete.
+    early = request.stream or bool(settings.stops) or settings.wanted.one_call or one_call
+    order = Order(
+        Generation(complete, deps.vocabulary_tokens, prompt.crc32, turn.restarted),
         spec.session_id,
         max_chunk_tokens=_STREAMED_TOKENS if early else MOST_COLLECTED_TOKENS,
         collect_ms=config.stream_interval_ms if early else COLLECT_MS,
@@ -245,23 +214,8 @@ def _order(
             lambda tx: read_image_bytes(tx, spec.session_id, wanted)
         ),
     )
-
-
-async def _generate(
-    deps: Deps, order: Order, turn: Turn, request: TurnRequest, prompt: PromptTokens
-) -> Draft:
-    """Generates the answer of a turn, whatever becomes of the engines.
-
-    If an engine is lost, another one continues from the tokens that it sampled. Where that is not
-    exact, the generation begins anew, unless part of the answer was sent.
-
-    Raises:
-        EngineLostError: The engines were lost, and the answer cannot be continued.
-        GenerationAbortedError: An operator aborted it, and the answer cannot be continued.
-        EngineMismatchError: An engine refused the prompt because it serves another model.
-    """
-    stop_ids = order.generation.request.sampling.stop_token_ids
-    draft = Draft(_new_answer(deps, request, prompt, stop_ids), order.generation)
+    turn.running = parent, order
+    draft = Draft(_new_answer(deps, request, prompt, sampling), order.generation)
     try:
         async with aclosing(deps.failover.run(order)) as runs:
             async for run in runs:
@@ -269,7 +223,8 @@ async def _generate(
                     turn.sampled = turn.sampled or order.generation.restarted
                     turn.begin_again()
                     order.stop_reason = None  # a stop string is void too
-                    draft = Draft(_new_answer(deps, request, prompt, stop_ids), order.generation)
+                    answer = _new_answer(deps, request, prompt, sampling)
+                    draft = Draft(answer, order.generation)
                     continue
                 if not turn.sampled:
                     tracing.note(genai.FIRST_TOKENS, {})
@@ -280,7 +235,7 @@ async def _generate(
                     events = await deps.run(partial(draft.answer.feed, ids))
                 else:
                     events = draft.answer.feed(ids)
-                if request.stream and request.settings.returns_tokens:
+                if request.stream and settings.returns_tokens:
                     draft.unreturned.append(run)
                 _emit(deps, draft, turn, request, events)
                 if draft.answer.stopped_at is not None:
@@ -289,8 +244,7 @@ async def _generate(
         metrics.POISON.inc()
         raise
     except InvalidConstraintError as refusal:
-        schema = request.settings.wanted.json_schema
-        field_name = "tools_json" if schema is None else "json_format"
+        field_name = "tools_json" if settings.wanted.json_schema is None else "json_format"
         raise InvalidConstraintError(field_name, refusal.message) from refusal
     except InvalidFieldError as error:
         # The gateway placed the images: neither these nor the prompt are the agent's fault.
@@ -300,7 +254,13 @@ async def _generate(
             f"engine {order.generation.engine_id} refused the prompt: {error.message}; "
             "start it and the gateway from the same model_path"
         ) from error
-    return draft
+    answer = draft.answer
+    turn.emit(write_deltas(answer.end_text(), turn.choice))
+    if deps.vllm_parser is not None and (whole := answer.whole) is not None:
+        whole.take(await deps.vllm_parser.read(whole.text, tools_json))
+    _emit(deps, draft, turn, request, answer.finish(), over=True)
+    turn.stop = answer.stop
+    return prompt, draft
 
 
 def _emit(
@@ -312,17 +272,21 @@ def _emit(
     *,
     over: bool = False,
 ) -> None:
-    """Emits events, with the tokens that became certain if the stream wants them."""
+    """Emits events, with the tokens that became certain to be kept if the stream wants them."""
     tokens = None
     if request.stream and request.settings.returns_tokens:
-        run = draft.certain_tokens(over=over)
-        if run is not None:
+        certain = draft.answer.stopped_at if over else draft.answer.certain
+        end = draft.generation.taken if certain is None else certain
+        if end > draft.returned:
+            run = joined(draft.unreturned).until(end - draft.returned)
+            draft.unreturned.clear()
+            draft.returned = end
             tokens = write_tokens(run, request.settings.returns, deps.tokenizer)
     turn.emit(write_deltas(events, turn.choice, tokens))
 
 
 def _new_answer(
-    deps: Deps, request: TurnRequest, prompt: PromptTokens, stop_ids: Iterable[int]
+    deps: Deps, request: TurnRequest, prompt: Prompt, sampling: sampling_pb2.SamplingParams
 ) -> Answer:
     settings, answer_format, inside = request.settings, deps.answer_format, prompt.inside_reasoning
     parser = answer_format.parser(
@@ -334,7 +298,7 @@ def _new_answer(
         IncrementalDecoder(
             deps.tokenizer,
             answer_format.delimiters,
-            hidden=() if settings.keeps_stop else stop_ids,
+            hidden=() if settings.keeps_stop else sampling.stop_token_ids,
             special=settings.shows_special,
         ),
         settings.stops,
@@ -362,18 +326,16 @@ def sample_of(draft: Draft, prompt_tokens: int, prompt_crc32: int, turn: Turn) -
     sampled = sampled.until(size)
     params = sampling_pb2.SamplingParams()
     params.CopyFrom(generation.request.sampling)  # a part of the request would keep all of it
-    spans = [
-        sampling_pb2.VersionSpan(
-            policy_version=span.policy_version,
-            start=span.start,
-            end=min(span.end, size),
-            engine_id=span.engine_id,
-            numerics_id=span.numerics_id,
-            adapter=span.adapter,
-        )
-        for span in generation.spans
-        if span.start < min(span.end, size)
-    ]
+    spans: list[sampling_pb2.VersionSpan] = []
+    numerics: dict[str, sampling_pb2.Numerics] = {}
+    for span in generation.spans:
+        if span.start < min(span.end, size):
+            one = sampling_pb2.VersionSpan()
+            one.CopyFrom(span)
+            one.end = min(span.end, size)
+            spans.append(one)
+            if span.numerics_id:
+                numerics[span.numerics_id] = generation.numerics[span.numerics_id]
     return Sample(
         token_ids=sampled.token_ids,
         logprobs=sampled.logprobs,
@@ -384,11 +346,7 @@ def sample_of(draft: Draft, prompt_tokens: int, prompt_crc32: int, turn: Turn) -
         prompt_crc32=prompt_crc32,
         tops=sampled.tops,
         sampling=params,
-        numerics=tuple(
-            generation.numerics[id_]
-            for id_ in dict.fromkeys(span.numerics_id for span in spans)
-            if id_
-        ),
+        numerics=tuple(numerics.values()),
         columns=tuple(generation.columns),
         request_ids=turn.request_ids,
         begun_unix_ms=turn.begun_unix_ms,
@@ -429,11 +387,11 @@ async def commit(
     added.reverse()
     turn.created_unix_ms, turn.awaited = clock.unix_ms(), bool(turn.readers)
     turn.stored_ids = len(turn.request_ids)
-    session_id = session.spec.session_id
     images: list[CheckedImage] = []
     if turn.images:
         shown = {one.sha256 for node in added for one in node.images}
         images = [image for sha256, image in turn.images.items() if sha256 in shown]
+    session_id = session.spec.session_id
     try:
         await store.run(lambda tx: journal.insert_turn(tx, session_id, added, turn, images))
     except RollmeshError:

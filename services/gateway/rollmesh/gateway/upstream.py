@@ -176,7 +176,7 @@ async def run_text_turn(
     groups = request.conversation.groups[match.depth :]
     sampling = sampling_pb2.SamplingParams()
     sampling.CopyFrom(request.sampling)
-    if (most := session.spec.limits.sampled_tokens) and not sampling.max_tokens:
+    if (most := session.spec.budget.sampled_tokens) and not sampling.max_tokens:
         sampling.max_tokens = min(most, 2**31)
     try:
         async with asyncio.timeout(timeout_ms / 1000):
