@@ -300,7 +300,20 @@ class MessageReader:
         )
         # Fields are serialised in order of their numbers: two ids, then the messages.
         data = memoryview(request.SerializeToString(deterministic=True))[head.ByteSize() :]
-        earlier, digest = self._earlier(request, data, images)
+        earlier, digest = None, hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        for known in self._known:
+            if known.messages > len(request.messages) or known.size > len(data):
+                continue
+            if known.images and not all(map(images.held.__contains__, known.images)):
+                continue  # its turn was not committed: only this request has the bytes
+            last = known.messages - 1
+            echo = _read_message(last, request.messages[last], request.session_id, images)
+            if echo != known.groups[-1][-1]:
+                continue
+            begin = hashlib.blake2b(data[: known.size], digest_size=_DIGEST_BYTES)
+            if begin.digest() == known.digest:
+                earlier, digest = known, begin
+                break
         begun = earlier or _NOTHING
         end, added, shown = begun.size, list[Message](), list(begun.images)
         for at, one in enumerate(request.messages[begun.messages :], begun.messages):
@@ -326,24 +339,6 @@ class MessageReader:
             others = tuple([one for one in self._known if one is not earlier])
             self._known = (replace(found, earlier=None, fresh={}), *others)[:_KEPT]
         return found, data[end:]
-
-    def _earlier(
-        self, request: gateway_pb2.ChatRequest, data: memoryview, images: RequestImages
-    ) -> "tuple[Conversation | None, hashlib.blake2b]":
-        """Returns the known conversation that a request begins with, and a hash of its messages."""
-        for known in self._known:
-            if known.messages > len(request.messages) or known.size > len(data):
-                continue
-            if known.images and not all(map(images.held.__contains__, known.images)):
-                continue  # its turn was not committed: only this request has the bytes
-            last = known.messages - 1
-            echo = _read_message(last, request.messages[last], request.session_id, images)
-            if echo != known.groups[-1][-1]:
-                continue
-            begin = hashlib.blake2b(data[: known.size], digest_size=_DIGEST_BYTES)
-            if begin.digest() == known.digest:
-                return known, begin
-        return None, hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
 
 def given_images(request: gateway_pb2.ChatRequest, policy: ImagePolicy) -> list[GivenImage]:

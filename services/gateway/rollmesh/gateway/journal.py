@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache, lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -180,6 +181,7 @@ def remove_images(tx: Transaction, session_id: str, size: int) -> int:
 
 _ALL = 2**62
 _RECEIPT = [one.name for one in dataclasses.fields(AnswerReceipt)]
+_receipt_of = attrgetter(*_RECEIPT)
 _REASONS_CACHED, _SAMPLINGS_CACHED, _PARSED_ROWS = 256, 64, 64
 _OPEN = (
     "NOT EXISTS (SELECT 1 FROM outbox o WHERE o.session_id = s.session_id)"
@@ -433,7 +435,7 @@ def read_nodes(
 
 
 def _receipt_json(answer: AnswerReceipt) -> str:
-    return json.dumps({name: getattr(answer, name) for name in _RECEIPT})
+    return json.dumps(dict(zip(_RECEIPT, _receipt_of(answer), strict=True)))
 
 
 def _node_row(session_id: str, node: Node, receipt: str | None) -> tuple[object, ...]:

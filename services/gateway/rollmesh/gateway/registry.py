@@ -871,18 +871,18 @@ async def end_session(registry: Registry, session_id: str, closed_by: str) -> li
 # Chat requests that wait for turns: joining them, and replying once the answers are durable.
 
 
+@dataclasses.dataclass
 class ChatCall:
     """A chat request, which waits for one turn for each of its choices.
 
     The owner calls `leave` once the reply was sent, or will not be sent.
     """
 
-    def __init__(self, registry: Registry, session: Session) -> None:
-        self._registry = registry
-        self._session = session
-        self._turns: list[Turn] = []
-        self._changed = asyncio.Event()
-        """Set when there is news of a turn."""
+    _registry: Registry
+    _session: Session
+    _turns: list[Turn] = dataclasses.field(default_factory=list)
+    _changed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set when there is news of a turn."""
 
     async def answers(self, choices: Sequence[TurnRequest]) -> gateway_pb2.ChatResponse:
         """Returns the durable answers of all choices, in order.

@@ -26,9 +26,10 @@ requests get these again, as they get answers that were lost with the process.
 
 import asyncio
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from google.protobuf import json_format
@@ -86,7 +87,7 @@ class SessionSpec:
     purpose: int = session_pb2.SESSION_PURPOSE_TRAIN
     """The use of its tokens: a `SessionPurpose`."""
     run_id: str = ""
-    adapters: Sequence[Sequence[str | int]] = ()
+    adapters: Sequence[tuple[str, int]] = ()
     """Its policies: name and version of each adapter. An empty name is the base model, and a
     version of 0 the newest revision."""
     columns: Sequence[sampling_pb2.ColumnKind.ValueType] = ()
@@ -124,14 +125,12 @@ class SessionSpec:
     @property
     def policies(self) -> list[sampling_pb2.AdapterRef]:
         """Its policies, as messages."""
-        return [
-            sampling_pb2.AdapterRef(name=str(one[0]), version=int(one[1])) for one in self.adapters
-        ]
+        return [sampling_pb2.AdapterRef(name=name, version=at) for name, at in self.adapters]
 
     @property
     def named_adapters(self) -> list[tuple[str, int]]:
         """The adapter revisions that it names."""
-        return [(one.name, one.version) for one in self.policies if one.version]
+        return [(name, version) for name, version in self.adapters if version]
 
     def policy(self, model: str) -> sampling_pb2.AdapterRef | None:
         """Returns the adapter that samples a turn. None if the base model does.
@@ -421,7 +420,7 @@ class Session:
 
     spec: SessionSpec
     tree: Tree
-    turns: dict[str, EqualTurns] = field(default_factory=dict)
+    turns: dict[str, EqualTurns] = field(default_factory=partial(defaultdict, EqualTurns))
     """In-flight and answered turns by the identity that retries share."""
     in_flight: dict[Turn, None] = field(default_factory=dict)
     """Turns that have not ended, oldest first."""
@@ -520,7 +519,8 @@ class Session:
             if failed > 1:
                 self.cut_short[turn.fingerprint] = failed - 1
         self.in_flight[turn] = None
-        self._add(turn)
+        self.answers[turn.answer_id] = turn
+        self.turns[turn.idempotency_key or turn.fingerprint].add(turn)
         return turn
 
     def restore(self, node: Node, receipt: AnswerReceipt, *, sent: bool) -> None:
@@ -535,14 +535,8 @@ class Session:
         replayed = trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY in node.reasons
         turn.handed = turn.sent or turn.awaited or replayed
         turn.end(node)
-        self._add(turn)
-
-    def _add(self, turn: Turn) -> None:
-        identity = turn.idempotency_key or turn.fingerprint
-        if (turns := self.turns.get(identity)) is None:
-            turns = self.turns[identity] = EqualTurns()
-        turns.add(turn)
         self.answers[turn.answer_id] = turn
+        self.turns[turn.idempotency_key or turn.fingerprint].add(turn)
 
     def join(self, turn: Turn, request: TurnRequest, reader: asyncio.Event) -> None:
         """Lets a request wait for a turn. Its repeats then find the same turn."""

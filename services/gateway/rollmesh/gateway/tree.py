@@ -362,23 +362,6 @@ def _echoed(matches: list[Match], group: _Group, nodes: Mapping[int, Node]) -> l
     return [Match(node, match.depth + 1, match.reasons | reasons) for match in parents]
 
 
-def _unbranched(match: Match, groups: Sequence[MessageGroup]) -> Match:
-    """Follows a request while each node has a single, exactly matching child.
-
-    Most requests continue one long conversation, for which comparing is faster than digesting.
-    """
-    node, depth, reasons, instead = match
-    while depth < len(groups):
-        children = node.children[:2]
-        if len(children) != 1 or children[0].messages != groups[depth]:
-            break
-        (node,) = children
-        depth += 1
-        if node.was_sampled:  # only its own path leads to it
-            instead = None
-    return Match(node, depth, reasons, instead)
-
-
 def _children_like(parent: Node, group: _Group) -> Iterator[tuple[Node, int]]:
     """Yields the children that a request's group matches, with how far it is from them."""
     message = group.messages[0]
@@ -528,9 +511,20 @@ class Tree:
         frontier = [best]
         while True:
             if len(frontier) == 1:
-                best = _unbranched(best, groups)
+                # Most requests continue one long conversation, in which each node has a single
+                # child, and comparing is faster than digesting.
+                node, depth, reasons, instead = best
+                while depth < len(groups):
+                    children = node.children[:2]
+                    if len(children) != 1 or children[0].messages != groups[depth]:
+                        break
+                    (node,) = children
+                    depth += 1
+                    if node.was_sampled:  # only its own path leads to it
+                        instead = None
+                best = Match(node, depth, reasons, instead)
                 frontier = [best]
-                if best.instead is None:
+                if instead is None:
                     bookmark = Bookmark(
                         best, groups[best.depth - 1] if best.depth else (), passed_over
                     )
