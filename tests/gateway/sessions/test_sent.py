@@ -95,7 +95,7 @@ async def test_a_restarted_gateway_knows_the_tries_of_its_turns_and_the_sent_ans
         await ChatCall(mesh.gateway, session).answers([request])  # and the reply is never sent
         await mesh.start_gateway()
         restored = mesh.gateway.session(opened.session_id)
-    turns = [turn for turns in restored.turns.values() for turn in turns]
+    turns = [turn for equal in restored.turns.values() for turn in equal.turns]
     assert [(turn.tries, turn.sent, turn.handed) for turn in turns] == [
         (2, True, True),
         (2, False, True),

@@ -15,9 +15,9 @@ import numpy as np
 
 from rollmesh.chat import Message, RenderContext, write_json, write_message
 from rollmesh.gateway.lineage import Label, lineages, turns_by_request
-from rollmesh.gateway.responses import write_role
+from rollmesh.gateway.responses import ROLE_NUMBERS
 from rollmesh.gateway.session import Session, SessionSpec
-from rollmesh.gateway.tree import Fidelity, Node, Sample, Tree
+from rollmesh.gateway.tree import Fidelity, Node, Tree
 from rollmesh.runtime.codec import (
     EXPERTS,
     apply_rewards,
@@ -49,9 +49,6 @@ _log = logging.getLogger(__name__)
 
 _New: TypeAlias = Callable[[], trajectory_pb2.Trajectory]
 _NONE: Mapping[int, Label] = {}
-_NO_REASONS: frozenset[Fidelity] = frozenset()
-_MIXED_POLICIES = frozenset({trajectory_pb2.FIDELITY_REASON_MIXED_POLICIES})
-_MIXED_VERSIONS = frozenset({trajectory_pb2.FIDELITY_REASON_MIXED_VERSIONS})
 _EXACT = trajectory_pb2.FIDELITY_REASON_EXACT
 _INCOMPLETE = trajectory_pb2.FIDELITY_REASON_COLUMNS_INCOMPLETE
 _NOT_FINITE = trajectory_pb2.FIDELITY_REASON_LOGPROB_NOT_FINITE
@@ -79,18 +76,18 @@ def pack_tree(tree: Tree, packed: trajectory_pb2.TrajectoryTree) -> Iterator[Non
             start=start,
             end=end,
             scaffold_tokens=node.scaffold_tokens,
-            role=write_role(node.messages[0].role),
+            role=ROLE_NUMBERS[node.messages[0].role],
             lineage=found[node.node_id].lineage,
             lineage_source=found[node.node_id].source,
             lineage_rule=found[node.node_id].rule,
         )
-        _place_images(packed, node, start)
+        for image in node.images:
+            packed.images.add(sha256=image.sha256, start=start + image.offset, tokens=image.length)
         if node.sample is None:
             one.reasons.extend(sorted(node.reasons))
         else:
-            untrained = _why_untrained(node, found[node.node_id])
-            _describe_sample(one, node, node.sample, untrained)
-            _add_spans(packed.version_spans, node.sample, start + node.scaffold_tokens)
+            middle = start + node.scaffold_tokens
+            _add_sample(one, packed.version_spans, node, found[node.node_id], middle)
         yield
     packed.reasons.extend(_overall(packed.nodes, packed.version_spans))
 
@@ -111,20 +108,29 @@ def export_tree(
     ends with a request for its summary is still the main one. A rejected compaction is not trained,
     carries COMPACTION_REJECTED, and trains of its path only turns that are on no other.
     """
-    leaves = list(_exported(tree))
+    leaves = _exported(tree)
     found = lineages(tree, tree.nodes.values())
-    owners = _owners(leaves, found)
+    owners = _owners(leaves, found) if len(leaves) > 1 else {}
     for leaf in leaves:
-        path = leaf.path()
-        elsewhere = {node.node_id for node in path if owners[node.node_id] != leaf.node_id}
-        own = [n for n in path if n.sample is not None and n.node_id not in elsewhere]
-        label = found[own[0].node_id if own else leaf.node_id]
-        yield _export(new(), session_id, leaf, label, elsewhere, found)
+        elsewhere, first = set[int](), leaf
+        for node in reversed(leaf.path()):
+            if owners.get(node.node_id, leaf.node_id) != leaf.node_id:
+                elsewhere.add(node.node_id)
+            elif node.sample is not None:
+                first = node
+        yield _export(new(), session_id, leaf, found[first.node_id], elsewhere, found)
 
 
-def _exported(tree: Tree) -> Iterator[Node]:
-    """Yields the leaves of paths that have a turn: all but a context that no turn continues."""
-    return (leaf for leaf in tree.leaves() if any(node.sample is not None for node in leaf.up()))
+def _exported(tree: Tree) -> list[Node]:
+    """Returns the leaves of paths that have a turn: all but a context that no turn continues."""
+    leaves: list[Node] = []
+    for leaf in tree.leaves():
+        node = leaf
+        while node.parent is not None and node.sample is None:
+            node = node.parent
+        if node.sample is not None:
+            leaves.append(leaf)
+    return leaves
 
 
 def _owners(leaves: Iterable[Node], found: Mapping[int, Label]) -> dict[int, int]:
@@ -205,60 +211,84 @@ def _export(
                 start=start,
                 end=middle,
                 node_id=node.node_id,
-                role=write_role(node.messages[0].role),
+                role=ROLE_NUMBERS[node.messages[0].role],
                 reasons=sorted(node.reasons) if node.sample is None and node.reasons else (),
             )
-        _place_images(trajectory, node, start)
+        for image in node.images:
+            at = start + image.offset
+            trajectory.images.add(sha256=image.sha256, start=at, tokens=image.length)
         if node.sample is None:
             continue
-        untrained = _why_untrained(node, found.get(node.node_id, label))
-        if node.node_id in elsewhere:
-            untrained = trajectory_pb2.FIDELITY_REASON_SHARED_PREFIX
         segment = trajectory.segments.add(
             start=middle, end=end, node_id=node.node_id, role=chat_pb2.ROLE_ASSISTANT
         )
-        _describe_sample(segment, node, node.sample, untrained)
-        _add_spans(trajectory.version_spans, node.sample, middle)
+        own, is_shared = found.get(node.node_id, label), node.node_id in elsewhere
+        _add_sample(segment, trajectory.version_spans, node, own, middle, is_shared=is_shared)
         trajectory.prompt_tokens = min(trajectory.prompt_tokens, middle)
         trajectory.turns += 1
     trajectory.reasons.extend(_overall(trajectory.segments, trajectory.version_spans))
     return trajectory
 
 
-def _describe_sample(
+def _add_sample(
     message: trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode,
+    spans: Any,
     node: Node,
-    sample: Sample,
-    untrained: Fidelity | None,
+    label: Label,
+    start: int,
+    *,
+    is_shared: bool = False,
 ) -> None:
-    """Writes how a node was sampled, and whether and why it is not trained."""
-    reasons = node.reasons | _mixed(sample.spans)
+    """Writes how a node was sampled, and whether and why it is not trained.
+
+    Args:
+        message: Takes it.
+        spans: Takes the spans of its ids. An adjacent one of the same kind is extended.
+        node: The node.
+        label: Its lineage.
+        start: Index of its first sampled id.
+        is_shared: Whether it is trained in another trajectory.
+    """
+    sample, reasons = node.sample, set(node.reasons)
+    assert sample is not None
+    untrained: Fidelity | None = None
+    if is_shared:
+        untrained = trajectory_pb2.FIDELITY_REASON_SHARED_PREFIX
+    elif label.is_rejected:
+        untrained = trajectory_pb2.FIDELITY_REASON_COMPACTION_REJECTED
+    elif label.lineage == trajectory_pb2.LINEAGE_AUXILIARY:
+        untrained = trajectory_pb2.FIDELITY_REASON_AUXILIARY
+    elif trajectory_pb2.FIDELITY_REASON_ORPHANED in reasons:
+        untrained = trajectory_pb2.FIDELITY_REASON_ORPHANED
     if untrained is not None:
-        reasons |= {untrained}
+        reasons.add(untrained)
     if sample.finish == sampling_pb2.FINISH_REASON_LENGTH:
-        reasons |= {trajectory_pb2.FIDELITY_REASON_LENGTH_CUT}
+        reasons.add(trajectory_pb2.FIDELITY_REASON_LENGTH_CUT)
     message.sampled, message.trained = True, untrained is None
-    if reasons:
-        message.reasons.extend(sorted(reasons))
+    message.reasons.extend(sorted(reasons | _mixed(sample.spans)))
     message.finish_reason = sample.finish
-    message.engine_id = sample.engine_id
+    message.engine_id = sample.spans[-1].engine_id
     message.prompt_crc32 = sample.prompt_crc32
     message.begun_unix_ms, message.ended_unix_ms = sample.begun_unix_ms, sample.ended_unix_ms
     message.sampling.CopyFrom(sample.sampling)
-    if sample.request_ids:
-        message.model_request_ids.extend(sample.request_ids)
-
-
-def _why_untrained(node: Node, label: Label) -> Fidelity | None:
-    if label.is_rejected:
-        return trajectory_pb2.FIDELITY_REASON_COMPACTION_REJECTED
-    if label.lineage == trajectory_pb2.LINEAGE_AUXILIARY:
-        return trajectory_pb2.FIDELITY_REASON_AUXILIARY
-    return (
-        trajectory_pb2.FIDELITY_REASON_ORPHANED
-        if trajectory_pb2.FIDELITY_REASON_ORPHANED in node.reasons
-        else None
-    )
+    message.model_request_ids.extend(sample.request_ids)
+    for span in sample.spans:
+        if span.start == span.end:  # its ids are not known
+            continue
+        last = spans[-1] if spans else None
+        if (
+            last is not None
+            and last.end == start + span.start
+            and last.policy_version == span.policy_version
+            and last.engine_id == span.engine_id
+            and last.numerics_id == span.numerics_id
+            and last.adapter == span.adapter
+        ):
+            last.end = start + span.end
+        else:
+            added = spans.add()
+            added.CopyFrom(span)
+            added.start, added.end = start + span.start, start + span.end
 
 
 def _overall(
@@ -266,52 +296,23 @@ def _overall(
     spans: Iterable[sampling_pb2.VersionSpan],
 ) -> list[Fidelity]:
     """Returns the reasons of all parts, sorted. Exactly EXACT if there is none."""
-    reasons = set(_mixed(spans))
+    reasons = _mixed(spans)
     for part in parts:
         reasons.update(part.reasons)
     return sorted(reasons) or [trajectory_pb2.FIDELITY_REASON_EXACT]
 
 
-def _mixed(spans: Iterable[sampling_pb2.VersionSpan]) -> frozenset[Fidelity]:
-    versions = {(span.adapter, span.policy_version) for span in spans}
-    policies = {adapter for adapter, _ in versions}
-    reasons = _MIXED_POLICIES if len(policies) > 1 else _NO_REASONS
-    return reasons | _MIXED_VERSIONS if len(versions) > len(policies) else reasons
-
-
-def _place_images(
-    message: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree, node: Node, start: int
-) -> None:
-    """Adds the images of a node whose ids begin at `start`."""
-    for image in node.images:
-        message.images.add(sha256=image.sha256, start=start + image.offset, tokens=image.length)
-
-
-def _add_spans(spans: Any, sample: Sample, offset: int) -> None:
-    """Appends the spans of a sample, or extends the last one if it is adjacent and of its kind."""
-    for span in sample.spans:
-        start, end = span.start + offset, span.end + offset
-        if start == end:  # its ids are not known
-            continue
-        last = spans[-1] if spans else None
-        if (
-            last is not None
-            and last.end == start
-            and last.policy_version == span.policy_version
-            and last.engine_id == span.engine_id
-            and last.numerics_id == span.numerics_id
-            and last.adapter == span.adapter
-        ):
-            last.end = end
-        else:
-            spans.add(
-                policy_version=span.policy_version,
-                start=start,
-                end=end,
-                engine_id=span.engine_id,
-                numerics_id=span.numerics_id,
-                adapter=span.adapter,
-            )
+def _mixed(spans: Iterable[sampling_pb2.VersionSpan]) -> set[Fidelity]:
+    versions, policies = set[tuple[str, int]](), set[str]()
+    for span in spans:
+        versions.add((span.adapter, span.policy_version))
+        policies.add(span.adapter)
+    reasons = set[Fidelity]()
+    if len(policies) > 1:
+        reasons.add(trajectory_pb2.FIDELITY_REASON_MIXED_POLICIES)
+    if len(versions) > len(policies):
+        reasons.add(trajectory_pb2.FIDELITY_REASON_MIXED_VERSIONS)
+    return reasons
 
 
 # The arrays of a record: the bytes of its nodes, joined.
@@ -343,17 +344,21 @@ def serialize(record: session_pb2.SessionRecord, blobs: Blobs) -> bytes:
         InvalidFieldError: The nodes do not have the tokens that the head says.
     """
     parts: list[bytes] = []
-    alike = _Alike(record.session_id)
+    alike = _Alike(record.session_id) if any(columns for *_, columns in blobs.values()) else None
     for row in record.trajectories:
         tokens = _field(row.TOKENS_FIELD_NUMBER, _tokens(row.segments, blobs))
-        tokens += _columns(row.COLUMNS_FIELD_NUMBER, _path_columns(row, blobs, alike))
-        alike.explain(row, row.segments)
+        if alike is not None:
+            for one in joined(_path_columns(row, blobs, alike)):
+                tokens += _field(row.COLUMNS_FIELD_NUMBER, [one.SerializeToString()])
+            alike.explain(row, row.segments)
         parts += _field(record.TRAJECTORIES_FIELD_NUMBER, [row.SerializeToString(), *tokens])
     if record.HasField("tree"):
         tree = record.tree
         tokens = _field(tree.TOKENS_FIELD_NUMBER, _tokens(tree.nodes, blobs))
-        tokens += _columns(tree.COLUMNS_FIELD_NUMBER, _tree_columns(tree, blobs, alike))
-        alike.explain(tree, tree.nodes)
+        if alike is not None:
+            for one in joined(_tree_columns(tree, blobs, alike)):
+                tokens += _field(tree.COLUMNS_FIELD_NUMBER, [one.SerializeToString()])
+            alike.explain(tree, tree.nodes)
         parts += _field(record.TREE_FIELD_NUMBER, [tree.SerializeToString(), *tokens])
     for image in record.images:
         parts += _field(record.IMAGES_FIELD_NUMBER, [image.SerializeToString()])
@@ -391,11 +396,6 @@ def _tokens(
         problem = f"have {sizes} bytes in the journal, which do not fit {end} tokens"
         raise InvalidFieldError("tokens", problem)
     return [part for number, parts in enumerate(arrays, 1) for part in _field(number, parts)]
-
-
-def _columns(number: int, columns: Iterable[TokenColumn]) -> list[bytes]:
-    """Returns the parts of repeated columns."""
-    return [part for one in joined(columns) for part in _field(number, [one.SerializeToString()])]
 
 
 class _Alike:
@@ -556,17 +556,28 @@ def write_head(
         model=spec.model,
         purpose=session_pb2.SessionPurpose.ValueType(spec.purpose),
         run_id=spec.run_id,
-        capture=_capture(spec, tree),
+        capture=session_pb2.Capture.ValueType(spec.capture),
         tokenizer_sha256=spec.tokenizer_sha256,
         template_sha256=spec.template_sha256,
         origin=spec.started_from,
     )
     if record.origin.kind == session_pb2.ORIGIN_KIND_TOKENS:
         record.origin.continued = bool(tree.nodes[record.origin.nodes[0].node_id].children)
-    used = {
-        one.id: one for node in tree.nodes.values() if node.sample for one in node.sample.numerics
-    }
+    used: dict[str, sampling_pb2.Numerics] = {}
+    spent, cut = {*tree.spent}, trajectory_pb2.FIDELITY_REASON_BUDGET
+    for node in tree.nodes.values():
+        if cut in node.reasons:
+            spent.add(session_pb2.BUDGET_KIND_SAMPLED_TOKENS)
+        if node.sample is None:
+            continue
+        for one in node.sample.numerics:
+            used[one.id] = one
+        if record.capture == session_pb2.CAPTURE_LOGPROBS and not (
+            node.sample.told and node.sample.told.logprobs
+        ):
+            record.capture = session_pb2.CAPTURE_TEXT  # not all turns have more
     record.numerics.extend(used.values())
+    record.budgets_spent.extend(sorted(spent))
     trajectories: Iterable[trajectory_pb2.Trajectory] = ()
     match spec.export_mode:
         case gateway_pb2.EXPORT_MODE_TREE:
@@ -579,10 +590,6 @@ def write_head(
             trajectories = export_tree(tree, spec.session_id, record.trajectories.add)
     for _ in trajectories:  # each is written into the record
         limit.check()
-    spent, cut = {*tree.spent}, trajectory_pb2.FIDELITY_REASON_BUDGET
-    if any(cut in node.reasons for node in tree.nodes.values()):
-        spent.add(session_pb2.BUDGET_KIND_SAMPLED_TOKENS)
-    record.budgets_spent.extend(sorted(spent))
     if tree.spent:
         for trajectory in record.trajectories:
             _add_reason(trajectory, cut)
@@ -602,16 +609,6 @@ def write_head(
             limit.check()
     apply_rewards(record, request.rewards)
     return record
-
-
-def _capture(spec: SessionSpec, tree: Tree) -> session_pb2.Capture.ValueType:
-    """Returns the capture that all turns have."""
-    samples = [node.sample for node in tree.nodes.values() if node.sample is not None]
-    if spec.capture == session_pb2.CAPTURE_LOGPROBS and not all(
-        one.told and one.told.logprobs for one in samples
-    ):
-        return session_pb2.CAPTURE_TEXT
-    return session_pb2.Capture.ValueType(spec.capture)
 
 
 def _add_messages(record: session_pb2.SessionRecord, tree: Tree, room: int) -> Iterator[None]:
@@ -676,22 +673,22 @@ def check_close(session: Session, rewards: session_pb2.SessionRewards) -> None:
 
 def trajectory_ends(session: Session) -> list[int]:
     """Returns the id of the last node of each trajectory that a close exports, oldest first."""
-    tree = session.tree
-    ends: Iterable[Node]
-    match session.spec.export_mode:
-        case gateway_pb2.EXPORT_MODE_TREE:
-            ends = ()
-        case gateway_pb2.EXPORT_MODE_TURNS:
-            ends = (node for node in tree.nodes.values() if node.sample is not None)
-        case _:
-            ends = _exported(tree)
-    return [node.node_id for node in ends]
+    mode, tree, ends = session.spec.export_mode, session.tree, list[int]()
+    if mode != gateway_pb2.EXPORT_MODE_TREE:
+        by_turns = mode == gateway_pb2.EXPORT_MODE_TURNS
+        for node in tree.nodes.values() if by_turns else _exported(tree):
+            if node.sample is not None or not by_turns:
+                ends.append(node.node_id)
+    return ends
 
 
 def exported_lineages(record: session_pb2.SessionRecord) -> list[str]:
     """Returns the lineage of each trajectory of a record, or of each leaf of its tree."""
-    nodes = record.tree.nodes
-    inner = {node.parent_index for node in nodes if node.HasField("parent_index")}
-    leaves = [node.lineage for at, node in enumerate(nodes) if at not in inner]
-    found = leaves + [trajectory.lineage for trajectory in record.trajectories]
+    found = list[trajectory_pb2.Lineage.ValueType]()
+    for trajectory in record.trajectories:
+        found.append(trajectory.lineage)
+    if record.HasField("tree"):
+        nodes = record.tree.nodes
+        inner = {node.parent_index for node in nodes if node.HasField("parent_index")}
+        found += [node.lineage for at, node in enumerate(nodes) if at not in inner]
     return [name_of(trajectory_pb2.Lineage.DESCRIPTOR, one).lower() for one in found]

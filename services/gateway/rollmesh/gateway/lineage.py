@@ -105,11 +105,7 @@ class Label(NamedTuple):
 
 def lineages(tree: Tree, nodes: Iterable[Node]) -> dict[int, Label]:
     """Returns the labels of the branches that end in `nodes`, by node id."""
-    if (
-        not tree.edges
-        and all(len(node.children) < 2 for node in tree.nodes.values())
-        and sum(_is_start(node) for node in tree.nodes.values()) < 2
-    ):
+    if not tree.edges and len([*tree.leaves()]) < 2:
         # A single path, of which only requests say more.
         found: dict[int, Label] = {}
         label = Label(trajectory_pb2.LINEAGE_MAIN, _RULE, _MAIN_PATH)

@@ -8,7 +8,6 @@ from rollmesh.chat import (
     ModelTokenizer,
     ParserEvent,
     ReasoningEvent,
-    RoleName,
     TextEvent,
     ToolCallEvent,
 )
@@ -34,13 +33,13 @@ from rollmesh.v1 import (
 
 _MOST_RUNNING, _MOST_SHOWN = 16, 2048
 """Turns of a session, and tokens of each, that are shown while engines sample them."""
-_ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
+ROLE_NUMBERS = {name: chat_pb2.Role.ValueType(number) for number, name in ROLES.items()}
 
 
 def write_message(message: Message) -> chat_pb2.ChatMessage:
     """Returns the proto of a message. Empty content is omitted, and images are named by hash."""
     result = chat_pb2.ChatMessage(
-        role=chat_pb2.Role.ValueType(_ROLE_NUMBERS[message.role]),
+        role=ROLE_NUMBERS[message.role],
         reasoning_content=message.reasoning or None,
         tool_call_id=message.tool_call_id or None,
         name=message.name or None,
@@ -235,7 +234,7 @@ def write_nodes(
         result = gateway_pb2.SessionNode(
             node_id=node.node_id,
             parent_node_id=node.parent.node_id,
-            role=write_role(node.messages[0].role),
+            role=ROLE_NUMBERS[node.messages[0].role],
             token_ids_u32le=pack_ids(node.token_ids),
             scaffold_tokens=node.scaffold_tokens,
             sampled=node.sample is not None,
@@ -284,11 +283,6 @@ def write_running(session: Session, tokenizer: ModelTokenizer) -> Iterator[gatew
         yield result
 
 
-def write_role(role: RoleName) -> chat_pb2.Role.ValueType:
-    """Returns the proto of a role."""
-    return chat_pb2.Role.ValueType(_ROLE_NUMBERS[role])
-
-
 # Writes the info of a gateway: its template, its answer format and its settings.
 
 
@@ -299,7 +293,7 @@ def write_template(profile: TemplateProfile, sha256: str) -> template_pb2.Templa
         kind=write_kind(profile.kind),
         findings=sorted(map(write_finding, profile.findings)),
         refused_orders=starmap(_write_order, profile.refused.items()),
-        image_roles=sorted(map(write_role, profile.image_roles)),
+        image_roles=sorted(ROLE_NUMBERS[one] for one in profile.image_roles),
     )
 
 
@@ -334,7 +328,7 @@ def _write_order(order: RefusedOrder, why: str) -> template_pb2.RefusedOrder:
     place = order.place.upper().replace(" ", "_")
     return template_pb2.RefusedOrder(
         place=template_pb2.MessagePlace.Value(f"MESSAGE_PLACE_{place}"),
-        role=chat_pb2.ROLE_UNSPECIFIED if order.role is None else write_role(order.role),
+        role=chat_pb2.ROLE_UNSPECIFIED if order.role is None else ROLE_NUMBERS[order.role],
         with_tools=order.with_tools,
         behind_system=order.behind_system,
         explanation=why,

@@ -106,11 +106,6 @@ class Sample:
         """Number of sampled tokens."""
         return len(self.token_ids) if self.told is None else self.told.completion_tokens
 
-    @property
-    def engine_id(self) -> str:
-        """The engine that sampled the last token."""
-        return self.spans[-1].engine_id
-
 
 @dataclass(slots=True, eq=False)
 class Node:
