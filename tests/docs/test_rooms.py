@@ -8,7 +8,7 @@ CEILINGS = {
     "services/runtime/rollmesh/runtime": (9_989, 63),
     "services/runtime/rollmesh/mesh": (4_597, 13),
     "services/gateway/rollmesh/chat": (7_954, 38),
-    "services/gateway/rollmesh/gateway": (10_834, 28),
+    "services/gateway/rollmesh/gateway": (10_693, 28),
     "services/engine/rollmesh/engine": (7_958, 31),
     "services/router/rollmesh/router": (4_707, 17),
     "services/collector/rollmesh/collector": (5_374, 13),

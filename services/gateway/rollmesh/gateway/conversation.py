@@ -306,8 +306,8 @@ class MessageReader:
                 continue
             if known.images and not all(map(images.held.__contains__, known.images)):
                 continue  # its turn was not committed: only this request has the bytes
-            last = known.messages - 1
-            echo = _read_message(last, request.messages[last], request.session_id, images)
+            at = known.messages - 1
+            echo = _read_message(at, request.messages[at], request.session_id, images)
             if echo != known.groups[-1][-1]:
                 continue
             begin = hashlib.blake2b(data[: known.size], digest_size=_DIGEST_BYTES)
