@@ -57,7 +57,7 @@ def _body(route: str) -> Target:
     seeds = [json.dumps(body).encode() for body in (*SEEDS[route], *_echoes(route))]
 
     def read(data: bytes) -> None:
-        _HEAD.mark(protocol.read(data, _HEAD).chat)
+        protocol.read(data, _HEAD)
 
     return Target(route, read, lambda: seeds, json_value)
 

@@ -23,7 +23,7 @@ from rollmesh.sidecar.config import SidecarConfig, advertised
 from rollmesh.sidecar.errors import MethodUnknownError, PathUnknownError, typed
 from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.google import COUNT_CONTENT, GENERATE, STREAM
-from rollmesh.sidecar.http import HttpServer, bound, http_served, traced
+from rollmesh.sidecar.http import HttpServer, bound, http_served
 from rollmesh.sidecar.lineage import declare_lineage
 from rollmesh.sidecar.messages import COUNT_TOKENS, MESSAGES
 from rollmesh.sidecar.models import get_model, list_models
@@ -105,9 +105,9 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
         await gateways.check()
         return JSONResponse({"status": "ok"})
 
-    turns = {path: TurnEndpoint(one, gateways, config) for path, one in PROTOCOLS.items()}
+    turns = {path: TurnEndpoint(path, one, gateways, config) for path, one in PROTOCOLS.items()}
     endpoints: dict[str, Callable[..., Any]] = {
-        **{f"POST {path}": traced(path, one) for path, one in turns.items()},
+        **{f"POST {path}": one for path, one in turns.items()},
         "GET /v1/responses/{response}": partial(retrieve, gateways),
         "DELETE /v1/responses/{response}": partial(delete, gateways),
         "POST /v1/lineage": partial(declare_lineage, gateways),

@@ -524,6 +524,25 @@ def joined(parts: Iterable[chat_pb2.ContentPart | None]) -> list[chat_pb2.Conten
     return found
 
 
+def in_order(
+    given: Iterable[chat_pb2.ContentPart | chat_pb2.ChatMessage | None],
+) -> list[chat_pb2.ChatMessage]:
+    """Returns the messages of a user, in order: own words, and between them results of tools."""
+    found: list[chat_pb2.ChatMessage] = []
+    said: list[chat_pb2.ContentPart | None] = []
+    for one in given:
+        if isinstance(one, chat_pb2.ChatMessage):
+            if any(said):
+                found.append(chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER, content=joined(said)))
+            said = []
+            found.append(one)
+        else:
+            said.append(one)
+    if any(said) or not found:
+        found.append(chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER, content=joined(said)))
+    return found
+
+
 def read_arguments(arguments: Any, field: str) -> str:
     """Returns the arguments of a call, an object, as JSON. None is empty."""
     given = members(arguments, field, {})

@@ -17,7 +17,7 @@ from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar import body
 from rollmesh.sidecar.body import excerpt, flag, members, string
 from rollmesh.sidecar.errors import to_http
-from rollmesh.sidecar.turn import Head, Protocol, Token, Turn, as_delta, is_cut, unpacked, with_tops
+from rollmesh.sidecar.turn import Head, Protocol, Token, Turn, is_cut, unpacked, with_tops
 from rollmesh.v1 import chat_pb2, gateway_pb2
 
 PARAMETERS = body.Parameters(
@@ -82,11 +82,40 @@ def read(data: bytes, head: Head) -> "ChatTurn":
     PARAMETERS.check(values)
     if values.get("modalities") not in (None, ["text"]):
         raise InvalidFieldError("modalities", 'only ["text"] is served')
-    choice, tool_name = _tool_choice(values.get("tool_choice"))
+    tools = body.entries(values.get("tools"), "tools", body.MAX_TOOLS, "tools")
+    for at, tool in enumerate(tools):
+        if isinstance(tool, dict) and tool.get("type") == "custom":
+            raise InvalidFieldError(f"tools[{at}].type", _CUSTOM_TOOLS)
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidFieldError(
+                f"tools[{at}].function.name", "is missing; only functions are supported"
+            )
+    choice, tool_name = values.get("tool_choice"), ""
+    if isinstance(choice, str | None) and choice in body.TOOL_CHOICES:
+        tool_choice = body.TOOL_CHOICES[choice]
+    else:
+        kind = choice.get("type") if isinstance(choice, dict) else None
+        if kind in ("custom", "allowed_tools"):
+            problem = _CUSTOM_TOOLS if kind == "custom" else _ALLOWED_TOOLS
+            raise InvalidFieldError("tool_choice.type", problem)
+        if not isinstance(choice, dict) or kind != "function":
+            raise InvalidFieldError(
+                "tool_choice", "is not served; give none, auto, required, or a function by its name"
+            )
+        function = choice.get("function")
+        if not isinstance(function, dict):
+            raise InvalidFieldError("tool_choice.function", "is missing")
+        tool_name = string(function.get("name"), "tool_choice.function.name")
+        tool_choice = gateway_pb2.TOOL_CHOICE_NAMED
+    logprobs, token_ids = flag(values, "logprobs"), flag(values, "return_token_ids")
+    most = body.read_top_logprobs(
+        values.get("top_logprobs"), "top_logprobs", "" if logprobs else "logprobs"
+    )
     choices = 1 if values.get("n") is None else values["n"]
     request = gateway_pb2.ChatRequest(
-        tools_json=_tools(values.get("tools")),
-        tool_choice=choice,
+        tools_json=body.to_json(tools, "tools") if tools else "",
+        tool_choice=tool_choice,
         tool_name=tool_name,
         parallel_tool_calls=flag(values, "parallel_tool_calls", default=None),
         json_format=body.read_format(
@@ -103,8 +132,10 @@ def read(data: bytes, head: Head) -> "ChatTurn":
         bad_words=body.read_texts(values.get("bad_words"), "bad_words"),
         include_stop=flag(values, "include_stop_str_in_output"),
         show_special_tokens=not flag(values, "skip_special_tokens", default=True),
-        returns=_returns(values),
     )
+    if logprobs or token_ids:
+        request.returns.token_ids, request.returns.logprobs = token_ids, logprobs
+        request.returns.top_logprobs = most
     if type(choices) is not int or not 1 <= choices < 2**31:
         raise InvalidFieldError("n", f"is {excerpt(choices)}; give at least 1")
     request.choices = choices
@@ -216,49 +247,6 @@ def _call(call: Any, field: str) -> chat_pb2.ToolCall:
     )
 
 
-def _tools(tools: Any) -> str:
-    """Returns the tools as JSON. Empty if there are none."""
-    tools = body.entries(tools, "tools", body.MAX_TOOLS, "tools")
-    for at, tool in enumerate(tools):
-        if isinstance(tool, dict) and tool.get("type") == "custom":
-            raise InvalidFieldError(f"tools[{at}].type", _CUSTOM_TOOLS)
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidFieldError(
-                f"tools[{at}].function.name", "is missing; only functions are supported"
-            )
-    return body.to_json(tools, "tools") if tools else ""
-
-
-def _tool_choice(choice: Any) -> tuple[gateway_pb2.ToolChoice.ValueType, str]:
-    """Returns `tool_choice`, and the name of the tool if it names one."""
-    if isinstance(choice, str | None) and choice in body.TOOL_CHOICES:
-        return body.TOOL_CHOICES[choice], ""
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind in ("custom", "allowed_tools"):
-        problem = _CUSTOM_TOOLS if kind == "custom" else _ALLOWED_TOOLS
-        raise InvalidFieldError("tool_choice.type", problem)
-    if not isinstance(choice, dict) or kind != "function":
-        raise InvalidFieldError(
-            "tool_choice", "is not served; give none, auto, required, or a function by its name"
-        )
-    function = choice.get("function")
-    if not isinstance(function, dict):
-        raise InvalidFieldError("tool_choice.function", "is missing")
-    return gateway_pb2.TOOL_CHOICE_NAMED, string(function.get("name"), "tool_choice.function.name")
-
-
-def _returns(values: dict[str, Any]) -> gateway_pb2.ReturnOptions | None:
-    logprobs = flag(values, "logprobs")
-    most = body.read_top_logprobs(
-        values.get("top_logprobs"), "top_logprobs", "" if logprobs else "logprobs"
-    )
-    token_ids = flag(values, "return_token_ids")
-    if not (logprobs or token_ids):
-        return None
-    return gateway_pb2.ReturnOptions(token_ids=token_ids, logprobs=logprobs, top_logprobs=most)
-
-
 # The last body of each session
 
 _LEAST_BYTES, _MOST_BYTES = 8 * 1024, 1024 * 1024
@@ -323,13 +311,9 @@ class ChatTurn(Turn):
     includes_usage: bool
     """Whether a stream ends with the token counts."""
     _common: dict[str, Any] = field(default_factory=dict, init=False)
-    _first: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)
-    """The first chunk of each choice."""
-    _begun: set[int] = field(default_factory=set, init=False)
+    """The fields that all chunks of a stream share."""
+    _sent: set[int] = field(default_factory=set, init=False)
     """Choices whose first chunk was sent."""
-    _said: set[int] = field(default_factory=set, init=False)
-    """Choices of which some content was sent."""
-    _answers: dict[int, gateway_pb2.ChatAnswer] = field(default_factory=dict, init=False)
 
     def whole(self, response: gateway_pb2.ChatResponse) -> bytes:
         """Returns the `chat.completion` object."""
@@ -356,34 +340,32 @@ class ChatTurn(Turn):
             }
         )
 
-    def begin(self, index: int, begun: gateway_pb2.ChatBegun) -> bytes:
-        """Sets the id of a choice's answer. The prompt or the first delta begins the choice."""
-        self._first[index] = {
-            "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "finish_reason": None,
-            "logprobs": None,
-            "answer_id": begun.answer_id,
-        }
-        if index == 0:
+    def prompt(self, packed: bytes) -> bytes:
+        """Returns the first chunk of the first choice, with the ids of the prompt."""
+        return self._first(0, **({"prompt_token_ids": unpacked(packed)} if packed else {}))
+
+    def _first(self, index: int, **ids: list[int]) -> bytes:
+        """Returns the first chunk of a choice, which has its role."""
+        if not self._sent:
             self._common = {
-                "id": begun.answer_id,
+                "id": self.begun[0].answer_id,
                 "object": "chat.completion.chunk",
                 "created": clock.unix_ms() // 1000,
                 "model": self.model,
             }
-        return b""
-
-    def prompt(self, packed: bytes) -> bytes:
-        """Returns the first chunk of the first choice, with the ids of the prompt."""
-        self._begun.add(0)
-        ids = {"prompt_token_ids": unpacked(packed)} if packed else {}
-        return self._chunk([self._first[0]], **ids)
+        self._sent.add(index)
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "finish_reason": None,
+            "logprobs": None,
+            "answer_id": self.begun[index].answer_id,
+        }
+        return self._chunk([choice], **ids)
 
     def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
         """Returns the chunk for a delta. The first one of a choice follows its role."""
-        first = b"" if index in self._begun else self._chunk([self._first[index]])
-        self._begun.add(index)
+        first = b"" if index in self._sent else self._first(index)
         fields: dict[str, Any] = {}
         if delta.content:
             fields["content"] = delta.content
@@ -396,17 +378,13 @@ class ChatTurn(Turn):
                 else {"index": call.index, "function": {"arguments": call.arguments_json}}
                 for call in delta.tool_calls
             ]
-        if fields:
-            self._said.add(index)
         tokens = delta.tokens
         extra = self._token_fields(tokens) if tokens.token_ids_u32le else {"logprobs": None}
         choice = {"index": index, "delta": fields, "finish_reason": None, **extra}
         return first + self._chunk([choice])
 
     def finish(self, index: int, done: gateway_pb2.ChatAnswer) -> bytes:
-        """Returns the last chunk of a choice, after the message if none of it was sent."""
-        self._answers[index] = done
-        message = b"" if index in self._said else self.delta(index, as_delta(done))
+        """Returns the last chunk of a choice."""
         choice = {
             "index": index,
             "delta": {},
@@ -414,13 +392,13 @@ class ChatTurn(Turn):
             "logprobs": None,
             "answer_id": done.answer_id,
         }
-        return message + self._chunk([choice])
+        return self._chunk([choice])
 
     def end(self) -> bytes:
         """Returns the end of the stream, after the token counts if they were requested."""
         if not self.includes_usage:
             return _DONE
-        answers = [done for _, done in sorted(self._answers.items())]
+        answers = [done for _, done in sorted(self.answers.items())]
         return self._chunk([], usage=_usage(answers)) + _DONE
 
     def _chunk(self, choices: list[dict[str, Any]], **others: Any) -> bytes:
@@ -440,18 +418,14 @@ class ChatTurn(Turn):
     def _token_fields(self, tokens: gateway_pb2.SampledTokens) -> dict[str, Any]:
         fields: dict[str, Any] = {"logprobs": None}
         if self.chat.returns.logprobs:
-            fields["logprobs"] = self._logprobs_of(tokens)
+            rows = [
+                {**self._row(one), "top_logprobs": [self._row(top) for top in tops]}
+                for one, tops in with_tops(tokens)  # in descending order
+            ]
+            fields["logprobs"] = {"content": rows, "refusal": None}
         if self.chat.returns.token_ids:
             fields["token_ids"] = unpacked(tokens.token_ids_u32le)
         return fields
-
-    def _logprobs_of(self, tokens: gateway_pb2.SampledTokens) -> dict[str, Any]:
-        """Returns OpenAI's `logprobs` object. `top_logprobs` are in descending order."""
-        rows = [
-            {**self._row(one), "top_logprobs": [self._row(top) for top in tops]}
-            for one, tops in with_tops(tokens)
-        ]
-        return {"content": rows, "refusal": None}
 
     def _row(self, token: Token) -> dict[str, Any]:
         said = f"token_id:{token.id}" if self.tokens_as_ids else token.text.decode(errors="replace")

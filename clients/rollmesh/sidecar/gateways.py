@@ -1,7 +1,7 @@
 """The gateways of a mesh, as the HTTP endpoints call them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -32,30 +32,11 @@ class Gateways:
         self._takes_unknown_models = config.unknown_models == "take"
         self._directory = directory
 
-    async def chat(self, request: gateway_pb2.ChatRequest) -> gateway_pb2.ChatResponse:
-        """Returns the complete answers, one for each choice."""
-        response: gateway_pb2.ChatResponse = await self._ask(
-            request.session_id, "Chat", request, self._turn_timeout_s
-        )
-        if len(response.answers) != request.choices:
-            raise RollmeshError("the gateway's answer ended without its final message")
-        return response
-
-    async def count_tokens(
-        self, request: gateway_pb2.ChatRequest
-    ) -> gateway_pb2.CountTokensResponse:
-        """Returns the size of a request's prompt. Nothing is sampled."""
-        counted = gateway_pb2.CountTokensRequest(chat=request)
-        response: gateway_pb2.CountTokensResponse = await self._ask(
-            request.session_id, "CountTokens", counted, self._turn_timeout_s
-        )
-        return response
-
     async def stream_chat(
         self, request: gateway_pb2.ChatRequest
     ) -> AsyncGenerator[gateway_pb2.StreamChatResponse, None]:
         """Yields the answers as they are generated. Closing the iterator cancels the call."""
-        waits, has_begun = self._waits(), False
+        backoff, until_ms, has_begun = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S), 0, False
         while True:
             gateway = await self._directory.of(request.session_id)
             call = gateway.stub.StreamChat(
@@ -71,50 +52,39 @@ class Gateways:
                             has_begun = peer.heard = True
                             yield response
             except RollmeshError as error:
-                if has_begun:
-                    self._directory.failed(request.session_id, error)
+                if not self._directory.failed(request.session_id, error) or has_begun:
                     raise
-                await self._await_another(request.session_id, error, waits)
+                until_ms = until_ms or clock.monotonic_ms() + self._takeover_wait_ms
+                if clock.monotonic_ms() >= until_ms:
+                    raise
+                await asyncio.sleep(backoff.next_s())
             else:
                 return
 
-    async def answer(
-        self, session_id: str, key: str, answer_id: str, *, with_messages: bool
-    ) -> gateway_pb2.GetAnswerResponse:
-        """Returns an earlier answer of a session, with the conversation before it if wanted.
+    async def ask(
+        self, session_id: str, method: str, request: Any, timeout_s: float = _STORED_TIMEOUT_S
+    ) -> Any:
+        """Returns the response of a session's gateway, or of the gateway that takes over.
 
         Raises:
-            AnswerUnknownError: The session does not have it.
-            RollmeshError: The gateway refused the request or failed.
+            RollmeshError: The gateway refused the request or failed. An answer may be unknown
+                because the gateway that went away had withdrawn it.
         """
-        request = gateway_pb2.GetAnswerRequest(
-            session_id=session_id, session_key=key, answer_id=answer_id, with_messages=with_messages
-        )
-        found: gateway_pb2.GetAnswerResponse
-        found = await self._ask(session_id, "GetAnswer", request, _STORED_TIMEOUT_S)
-        return found
-
-    async def withdraw(self, session_id: str, key: str, answer_id: str) -> None:
-        """Withdraws an answer of a session.
-
-        Raises:
-            AnswerUnknownError: The session does not have it, or the gateway that went away had
-                withdrawn it.
-            RollmeshError: The gateway refused the request or failed.
-        """
-        request = gateway_pb2.WithdrawAnswerRequest(
-            session_id=session_id, session_key=key, answer_id=answer_id
-        )
-        await self._ask(session_id, "WithdrawAnswer", request, _STORED_TIMEOUT_S)
-
-    async def declare(self, request: gateway_pb2.DeclareLineageRequest) -> int:
-        """Declares edges of a session, and returns how many it has.
-
-        Raises:
-            RollmeshError: The gateway refused the request or failed.
-        """
-        declared = await self._ask(request.session_id, "DeclareLineage", request, _STORED_TIMEOUT_S)
-        return int(declared.edges)
+        backoff, until_ms = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S), 0
+        while True:
+            gateway = await self._directory.of(session_id)
+            call = getattr(gateway.stub, method)
+            running = call(request, timeout=timeout_s, metadata=request_metadata())
+            try:
+                with typed_errors(), gateway.watched(running):
+                    return await running
+            except RollmeshError as error:
+                if not self._directory.failed(session_id, error):
+                    raise
+                until_ms = until_ms or clock.monotonic_ms() + self._takeover_wait_ms
+                if clock.monotonic_ms() >= until_ms:
+                    raise
+                await asyncio.sleep(backoff.next_s())
 
     async def check_key(self, session_id: str, key: str) -> None:
         """Checks that a key opens an open session.
@@ -124,7 +94,7 @@ class Gateways:
             RollmeshError: The gateway refused the request or failed.
         """
         request = gateway_pb2.GetAnswerRequest(session_id=session_id, session_key=key)
-        await self._ask(session_id, "GetAnswer", request, _CHECK_TIMEOUT_S)
+        await self.ask(session_id, "GetAnswer", request, _CHECK_TIMEOUT_S)
 
     async def check(self) -> None:
         """Checks that a gateway answers."""
@@ -170,37 +140,3 @@ class Gateways:
             if is_another
             else f"{name!r} does not exist; the session is one of {own!r}",
         )
-
-    async def _ask(self, session_id: str, method: str, request: Any, timeout_s: float) -> Any:
-        """Returns the response of a session's gateway, or of the gateway that takes over."""
-        waits = self._waits()
-        while True:
-            gateway = await self._directory.of(session_id)
-            running = getattr(gateway.stub, method)(
-                request, timeout=timeout_s, metadata=request_metadata()
-            )
-            try:
-                with typed_errors(), gateway.watched(running):
-                    return await running
-            except RollmeshError as error:
-                await self._await_another(session_id, error, waits)
-
-    async def _await_another(
-        self, session_id: str, error: RollmeshError, waits: Iterator[float]
-    ) -> None:
-        """Waits a moment before a session's gateway is looked for and asked again.
-
-        Raises:
-            RollmeshError: The error, if the gateway is there or the waits are over.
-        """
-        wait_s = next(waits, None) if self._directory.failed(session_id, error) else None
-        if wait_s is None:
-            raise error
-        await asyncio.sleep(wait_s)
-
-    def _waits(self) -> Iterator[float]:
-        """Yields the waits of one request for another gateway. The first one starts the clock."""
-        until_ms = clock.monotonic_ms() + self._takeover_wait_ms
-        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
-        while clock.monotonic_ms() < until_ms:
-            yield backoff.next_s()

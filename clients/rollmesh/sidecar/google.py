@@ -410,23 +410,12 @@ def _user(
         field: Its name.
         calls: The open calls of the last answer, from which answered ones are removed.
     """
-    found: list[chat_pb2.ChatMessage] = []
-    said: list[chat_pb2.ContentPart | None] = []
-    for kind, part, name in _parts(content, field, "text", "inlineData", "functionResponse"):
-        if kind != "functionResponse":
-            said.append(_text(part, name) if kind == "text" else _image(part, name))
-            continue
-        if any(said):
-            found.append(_said(said))
-        said = []
-        found.append(_response(part[kind], f"{name}.{kind}", calls))
-    if any(said) or not found:
-        found.append(_said(said))
-    return found
-
-
-def _said(parts: list[chat_pb2.ContentPart | None]) -> chat_pb2.ChatMessage:
-    return chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER, content=body.joined(parts))
+    return body.in_order(
+        _response(part[kind], f"{name}.{kind}", calls)
+        if kind == "functionResponse"
+        else (_text if kind == "text" else _image)(part, name)
+        for kind, part, name in _parts(content, field, "text", "inlineData", "functionResponse")
+    )
 
 
 def _response(given: Any, field: str, calls: list[chat_pb2.ToolCall]) -> chat_pb2.ChatMessage:
@@ -526,60 +515,47 @@ class ContentTurn(Turn):
     """Whether thoughts are sent, and not only their signature."""
     sse: bool
     """Whether a stream is events. Otherwise it is one JSON array."""
-    _answer_id: str = field(default="", init=False)
-    _said: set[int] = field(default_factory=set, init=False)
-    """Candidates of which some content was sampled in a delta."""
-    _answers: dict[int, gateway_pb2.ChatAnswer] = field(default_factory=dict, init=False)
     _is_begun: bool = field(default=False, init=False)
 
     def whole(self, response: gateway_pb2.ChatResponse) -> bytes:
         """Returns the `GenerateContentResponse`."""
         answers = response.answers
-        self._answer_id = answers[0].answer_id
         candidates = []
         for at, done in enumerate(answers):
             parts = self._texts(as_delta(done)) + self._calls(done)
-            candidate = _candidate(at, _signed(parts, self._signature(done)), _reason(done))
+            reason = "MAX_TOKENS" if is_cut(done) else "STOP"
+            candidate = _candidate(at, _signed(parts, self._signature(done)), reason)
             candidates.append(candidate | self._logprobs(done.tokens))
-        return orjson.dumps(self._response(candidates, usageMetadata=_usage(answers)))
-
-    def begin(self, index: int, begun: gateway_pb2.ChatBegun) -> bytes:
-        """Notes the id of the first candidate's answer, which is the id of the response."""
-        self._answer_id = self._answer_id or begun.answer_id
-        return b""
+        return self._response(answers[0].answer_id, candidates, usageMetadata=_usage(answers))
 
     def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
         """Returns the chunk for the text and the thoughts of a delta."""
-        if delta.content or delta.reasoning_content or delta.tool_calls:
-            self._said.add(index)
         parts, logprobs = self._texts(delta), self._logprobs(delta.tokens)
         if not parts and not logprobs:
             return b""
         return self._chunk(_candidate(index, parts) | logprobs)
 
     def finish(self, index: int, done: gateway_pb2.ChatAnswer) -> bytes:
-        """Returns the last chunk of a candidate, after its texts if none of them was sent."""
-        self._answers[index] = done
-        texts = b"" if index in self._said else self.delta(index, as_delta(done))
+        """Returns the last chunk of a candidate."""
         parts = _signed(self._calls(done), self._signature(done))
-        answers = [one for _, one in sorted(self._answers.items())]
-        last = _candidate(index, parts, _reason(done))
-        return texts + self._chunk(last, usageMetadata=_usage(answers))
+        answers = [one for _, one in sorted(self.answers.items())]
+        last = _candidate(index, parts, "MAX_TOKENS" if is_cut(done) else "STOP")
+        return self._chunk(last, usageMetadata=_usage(answers))
 
     def end(self) -> bytes:
         """Returns the end of an array. Events have none."""
         return b"" if self.sse else b"]"
 
     def _chunk(self, candidate: dict[str, Any], **others: Any) -> bytes:
-        data = orjson.dumps(self._response([candidate], **others))
+        data = self._response(self.begun[0].answer_id, [candidate], **others)
         if self.sse:
             return b"data: " + data + b"\r\n\r\n"
         before, self._is_begun = b",\r\n" if self._is_begun else b"[", True
         return before + data
 
-    def _response(self, candidates: list[dict[str, Any]], **others: Any) -> dict[str, Any]:
-        named = {"modelVersion": self.model, "responseId": self._answer_id}
-        return {"candidates": candidates, **others, **named}
+    def _response(self, id_: str, candidates: list[dict[str, Any]], **others: Any) -> bytes:
+        named = {"modelVersion": self.model, "responseId": id_}
+        return orjson.dumps({"candidates": candidates, **others, **named})
 
     def _texts(self, delta: gateway_pb2.ChatDelta) -> list[dict[str, Any]]:
         thought = delta.reasoning_content if self.shows_thoughts else ""
@@ -636,10 +612,6 @@ def _candidate(index: int, parts: list[dict[str, Any]], reason: str = "") -> dic
     shown = parts or ([{"text": ""}] if reason else [])
     result: dict[str, Any] = {"content": {"parts": shown, "role": "model"}, "index": index}
     return result | ({"finishReason": reason} if reason else {})
-
-
-def _reason(done: gateway_pb2.ChatAnswer) -> str:
-    return "MAX_TOKENS" if is_cut(done) else "STOP"
 
 
 def _usage(answers: Sequence[gateway_pb2.ChatAnswer]) -> dict[str, int]:

@@ -21,7 +21,8 @@ async def declare_lineage(gateways: Gateways, request: Request) -> Response:
     if (held := request.scope.get(HELD_BODY)) is not None:
         held.belongs_to(f"session {head.session_id}")
     edges = await asyncio.to_thread(body.read_edges, await request.body())
-    declared = gateway_pb2.DeclareLineageRequest(
+    asked = gateway_pb2.DeclareLineageRequest(
         session_id=head.session_id, session_key=head.session_key, edges=edges
     )
-    return JSONResponse({"object": "lineage", "edges": await gateways.declare(declared)})
+    declared = await gateways.ask(head.session_id, "DeclareLineage", asked)
+    return JSONResponse({"object": "lineage", "edges": declared.edges})

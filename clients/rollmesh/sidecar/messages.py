@@ -14,7 +14,7 @@ from rollmesh.sidecar import body
 from rollmesh.sidecar.body import excerpt, flag, members, string
 from rollmesh.sidecar.errors import HttpError, renamed, shown_text, to_http
 from rollmesh.sidecar.seals import seal, sealed_answer
-from rollmesh.sidecar.turn import Head, Protocol, Turn, as_delta, is_cut
+from rollmesh.sidecar.turn import Head, Protocol, Turn, is_cut
 from rollmesh.v1 import chat_pb2, gateway_pb2, trajectory_pb2
 
 PARAMETERS = body.Parameters(
@@ -360,24 +360,13 @@ def _messages(messages: Any, session_key: str, tools: _Tools) -> list[chat_pb2.C
 def _user(content: Any, field: str, tools: _Tools) -> list[chat_pb2.ChatMessage]:
     """Returns the results of tools and the user's own words as messages, in order."""
     if isinstance(content, str):
-        return [_said(body.text_parts(content))]
-    found: list[chat_pb2.ChatMessage] = []
-    said: list[_Part] = []
-    for block, name in _blocks(content, field, {**_SEEN, "tool_result": None}):
-        if block["type"] != "tool_result":
-            said.append(_SEEN[block["type"]](block, name))
-            continue
-        if any(said):
-            found.append(_said(said))
-        said = []
-        found.append(_result(block, name, tools))
-    if any(said) or not found:
-        found.append(_said(said))
-    return found
-
-
-def _said(parts: list[Any]) -> chat_pb2.ChatMessage:
-    return chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER, content=body.joined(parts))
+        return body.in_order(body.text_parts(content))
+    return body.in_order(
+        _result(block, name, tools)
+        if block["type"] == "tool_result"
+        else _SEEN[block["type"]](block, name)
+        for block, name in _blocks(content, field, {**_SEEN, "tool_result": None})
+    )
 
 
 def _result(block: dict[str, Any], field: str, tools: _Tools) -> chat_pb2.ChatMessage:
@@ -448,7 +437,6 @@ class MessageTurn(Turn):
     """Key of the session, which signs thinking."""
     shows_thinking: bool
     """Whether thinking is sent, and not only its signature."""
-    _answer_id: str = field(default="", init=False)
     _is_started: bool = field(default=False, init=False)
     _open: str = field(default="", init=False)
     """The open block: "thinking", "text", "call 0". Empty if none is open."""
@@ -471,18 +459,13 @@ class MessageTurn(Turn):
         ]
         return orjson.dumps(self._message(done, content, **_stop_fields(done)))
 
-    def begin(self, index: int, begun: gateway_pb2.ChatBegun) -> bytes:
-        """Notes the id of the answer."""
-        self._answer_id = begun.answer_id
-        return b""
-
     def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
         """Returns the events for the next part of the answer."""
         events = b""
         if not self._is_started:
             self._is_started = True
             begun = gateway_pb2.ChatAnswer(
-                answer_id=self._answer_id, prompt_tokens=delta.prompt_tokens
+                answer_id=self.begun[0].answer_id, prompt_tokens=delta.prompt_tokens
             )
             events = _event({"type": "message_start", "message": self._message(begun, [])})
         if delta.reasoning_content:
@@ -505,11 +488,9 @@ class MessageTurn(Turn):
         return events
 
     def finish(self, index: int, done: gateway_pb2.ChatAnswer) -> bytes:
-        """Returns the end of the message, after its content if none of it was sent."""
-        # No block has begun if the parser held the answer back completely.
-        events = self.delta(index, as_delta(done)) if self._block < 0 else b""
+        """Returns the end of the message."""
         end = {"type": "message_delta", "delta": _stop_fields(done), "usage": _usage(done)}
-        return events + self._leave() + _event(end)
+        return self._leave() + _event(end)
 
     def end(self) -> bytes:
         """Returns the last event."""
@@ -543,7 +524,7 @@ class MessageTurn(Turn):
             return b""
         signed = b""
         if self._open == "thinking":
-            signature = seal(self.session_key, self._answer_id, "".join(self._thought))
+            signature = seal(self.session_key, self.begun[0].answer_id, "".join(self._thought))
             signed = self._delta("signature_delta", signature=signature)
             self._thought.clear()
         self._open = ""

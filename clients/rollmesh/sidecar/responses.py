@@ -605,6 +605,7 @@ class ResponseTurn(Turn):
     previous: str | None = None
     """Id of the response that the request continues."""
     _answer: _Answer = field_of(default_factory=gateway_pb2.ChatBegun, init=False)
+    """The answer, as far as it is known."""
     _created: int = field_of(default_factory=lambda: clock.unix_ms() // 1000, init=False)
     _has_begun: bool = field_of(default=False, init=False)
     _sequence: int = field_of(default=0, init=False)
@@ -634,14 +635,19 @@ class ResponseTurn(Turn):
 
         Its message names the answer that it echoes.
         """
-        chat, with_messages = self.chat, field == _PREVIOUS
+        session_id, is_previous = self.chat.session_id, field == _PREVIOUS
+        asked = gateway_pb2.GetAnswerRequest(
+            session_id=session_id,
+            session_key=self.chat.session_key,
+            answer_id=answer_id,
+            with_messages=is_previous,
+        )
         try:
-            stored = await gateways.answer(
-                chat.session_id, chat.session_key, answer_id, with_messages=with_messages
-            )
+            stored: gateway_pb2.GetAnswerResponse
+            stored = await gateways.ask(session_id, "GetAnswer", asked)
         except AnswerUnknownError as error:
             problem = "is not known in this session, or was deleted; send the items themselves"
-            kind = PreviousResponseUnknownError if with_messages else InvalidFieldError
+            kind = PreviousResponseUnknownError if is_previous else InvalidFieldError
             raise kind(field, problem) from error
         stored.answer.message.answer_id = stored.answer.answer_id
         return stored
@@ -650,22 +656,19 @@ class ResponseTurn(Turn):
         """Returns the `response` object."""
         (done,) = response.answers
         self._answer, self._created, self._has_begun = done, done.created_unix_ms // 1000, True
-        self._add_missing(done)
+        self.delta(0, as_delta(done))
+        if not self._segments:
+            self._at(_MESSAGE)
         return self._object(self._items(done), done)
 
-    def begin(self, index: int, begun: gateway_pb2.ChatBegun) -> bytes:
-        """Notes the answer's id and its sampling.
+    def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
+        """Returns the events for a delta of the answer.
 
         The first event is sent with the first delta: until then an error has a status of its own.
         """
-        self._answer = begun
-        return b""
-
-    def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
-        """Returns the events for a delta of the answer."""
         events = b""
         if not self._has_begun:
-            self._has_begun = True
+            self._has_begun, self._answer = True, self.begun[0]
             response = orjson.Fragment(self._object([]))
             events = self._event("response.created", response=response)
             events += self._event("response.in_progress", response=response)
@@ -679,20 +682,14 @@ class ResponseTurn(Turn):
         return events
 
     def finish(self, index: int, done: gateway_pb2.ChatAnswer) -> bytes:
-        """Returns the events that end the answer, after the parts that no delta brought."""
-        events = self._add_missing(done)
+        """Returns the events that end the answer."""
+        # If the model said nothing, the response still has a text.
+        events = b"" if self._segments else self._at(_MESSAGE)[1]
         items = self._items(done)
         for at, item in enumerate(items):
             events += self._end_of(at, item)
         response = orjson.Fragment(self._object(items, done))
         return events + self._event(f"response.{_status(done)}", response=response)
-
-    def _add_missing(self, done: gateway_pb2.ChatAnswer) -> bytes:
-        """Returns the events of a complete answer if no delta brought a part of it."""
-        events = b"" if self._segments else self.delta(0, as_delta(done))
-        if not self._segments:  # the model said nothing: a response still has a text
-            events += self._at(_MESSAGE)[1]
-        return events
 
     def _at(self, kind: str, call: gateway_pb2.ToolCallDelta | None = None) -> tuple[int, bytes]:
         """Returns the output index of a part, and the events that begin its item if it is new."""
@@ -872,9 +869,10 @@ async def retrieve(gateways: Gateways, request: Request) -> Response:
         raise InvalidFieldError("stream", "is not served for an earlier response; leave it out")
     head = read_head(request.scope)
     answer_id, instructed = answer_of_response(request.path_params["response"], _ID)
-    stored = await gateways.answer(
-        head.session_id, head.session_key, answer_id, with_messages=False
+    asked = gateway_pb2.GetAnswerRequest(
+        session_id=head.session_id, session_key=head.session_key, answer_id=answer_id
     )
+    stored = await gateways.ask(head.session_id, "GetAnswer", asked)
     names, given = earlier_tools(stored.tools_json)
     is_sealed = _ENCRYPTED_REASONING in request.query_params.getlist("include")
     turn = ResponseTurn(
@@ -893,7 +891,10 @@ async def delete(gateways: Gateways, request: Request) -> Response:
     """`DELETE /v1/responses/{id}`: it is no longer found. Its turn is trained all the same."""
     head, name = read_head(request.scope), request.path_params["response"]
     answer_id, _ = answer_of_response(name, _ID)
-    await gateways.withdraw(head.session_id, head.session_key, answer_id)
+    asked = gateway_pb2.WithdrawAnswerRequest(
+        session_id=head.session_id, session_key=head.session_key, answer_id=answer_id
+    )
+    await gateways.ask(head.session_id, "WithdrawAnswer", asked)
     return _answered(orjson.dumps({"id": name, "object": "response", "deleted": True}))
 
 

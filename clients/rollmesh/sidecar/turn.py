@@ -65,6 +65,7 @@ _UNCHECKED_S = 1.0
 _READ_AT_A_TIME = 2
 """Large bodies that are parsed at a time: they take up to 30 times their size."""
 _STOPPED_MS = 1000
+_UNFINISHED = "the gateway's answer ended without its final message"
 _STREAM: Headers = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -99,20 +100,6 @@ class Head(NamedTuple):
     """The model that the path names. Empty if it names none."""
     model_request_id: str = ""
     """The agent's own id of the request. May be empty."""
-
-    def mark(self, chat: gateway_pb2.ChatRequest) -> None:
-        """Sets the session, the lineage and the retry marks of a request.
-
-        A lineage that the protocol has set stays unless the headers state one.
-        """
-        chat.session_id, chat.session_key = self.session_id, self.session_key
-        chat.call_id = secrets.token_hex(16)  # a gateway that went away may have its answer
-        chat.idempotency_key = self.headers.get(b"idempotency-key", "")
-        chat.model_request_id = self.model_request_id
-        if self.lineage:
-            chat.lineage = self.lineage
-        retries = self.headers.get(b"x-stainless-retry-count", "0")
-        chat.retry_count = int(retries) if retries.isdecimal() and len(retries) < 9 else 0
 
 
 def read_head(scope: Scope) -> Head:
@@ -153,30 +140,25 @@ def read_head(scope: Scope) -> Head:
         raise InvalidFieldError(
             MODEL_REQUEST_HEADER, f"is {named!r:.200}; give 1 to 128 letters, digits and '._:-'"
         )
-    return Head(session or key.split("-")[1], key, headers, _lineage(headers), model, named)
-
-
-def _lineage(headers: Mapping[bytes, str]) -> trajectory_pb2.Lineage.ValueType:
-    """Returns the lineage that a request states itself, or by the headers of a known agent.
-
-    Claude Code sends `x-claude-code-agent-id` for its sub-agents. Codex sends `x-openai-subagent`,
-    and the kind of the request in `x-codex-turn-metadata`.
-    """
-    if named := headers.get(LINEAGE_HEADER.encode(), "").strip().lower():
-        if named not in _LINEAGES:
-            raise InvalidFieldError(
-                LINEAGE_HEADER, f"is {named!r:.64}; give one of {', '.join(_LINEAGES)}"
-            )
-        return _LINEAGES[named]
+    # The request states its lineage itself, or by the headers of a known agent. Claude Code sends
+    # `x-claude-code-agent-id` for its sub-agents. Codex sends `x-openai-subagent`, and the kind of
+    # the request in `x-codex-turn-metadata`.
     metadata: Any = headers.get(b"x-codex-turn-metadata", "")
     if metadata and len(metadata) <= _MOST_METADATA_BYTES:
         with suppress(orjson.JSONDecodeError):
             metadata = orjson.loads(metadata)
-    if isinstance(metadata, dict) and metadata.get("request_kind") == "compaction":
-        return trajectory_pb2.LINEAGE_COMPACTION
-    if headers.get(b"x-claude-code-agent-id") or headers.get(b"x-openai-subagent"):
-        return trajectory_pb2.LINEAGE_SUB_AGENT
-    return trajectory_pb2.LINEAGE_UNSPECIFIED
+    lineage = trajectory_pb2.LINEAGE_UNSPECIFIED
+    if stated := headers.get(LINEAGE_HEADER.encode(), "").strip().lower():
+        if stated not in _LINEAGES:
+            raise InvalidFieldError(
+                LINEAGE_HEADER, f"is {stated!r:.64}; give one of {', '.join(_LINEAGES)}"
+            )
+        lineage = _LINEAGES[stated]
+    elif isinstance(metadata, dict) and metadata.get("request_kind") == "compaction":
+        lineage = trajectory_pb2.LINEAGE_COMPACTION
+    elif headers.get(b"x-claude-code-agent-id") or headers.get(b"x-openai-subagent"):
+        lineage = trajectory_pb2.LINEAGE_SUB_AGENT
+    return Head(session or key.split("-")[1], key, headers, lineage, model, named)
 
 
 # The interface of a protocol
@@ -186,9 +168,9 @@ def _lineage(headers: Mapping[bytes, str]) -> trajectory_pb2.Lineage.ValueType:
 class Turn(ABC):
     """One request, as its protocol read it, and how its answer is written.
 
-    For a stream the calls of a choice come in the order `begin`, `prompt` (choice 0, if its ids
-    were requested), `delta` (any number), `finish`. Then comes one `end`. Choice 0 begins first.
-    Their results are sent at once. An empty result sends nothing.
+    For a stream the calls of a choice come in the order `prompt` (choice 0, if its ids were
+    requested), `delta` (any number), `finish`. Then comes one `end`. Choice 0 begins first. Their
+    results are sent at once. An empty result sends nothing.
     """
 
     chat: gateway_pb2.ChatRequest
@@ -200,6 +182,10 @@ class Turn(ABC):
     """Whether the answer is streamed."""
     edges: Sequence[trajectory_pb2.LineageEdge] = field(init=False, default=())
     """The edges that the request declares."""
+    begun: dict[int, gateway_pb2.ChatBegun] = field(init=False, default_factory=dict)
+    """The choices of a stream that have begun, each with the id of its answer."""
+    answers: dict[int, gateway_pb2.ChatAnswer] = field(init=False, default_factory=dict)
+    """The choices of a stream that are complete."""
 
     async def complete(self, gateways: Gateways) -> None:  # noqa: B027 - most need nothing
         """Adds stored parts of the conversation to which the body only refers.
@@ -212,10 +198,6 @@ class Turn(ABC):
     def whole(self, response: gateway_pb2.ChatResponse) -> bytes:
         """Returns the body of the complete answer, given one answer for each choice."""
 
-    def begin(self, index: int, begun: gateway_pb2.ChatBegun) -> bytes:
-        """Returns the events that begin a choice. `begun` has the id of its answer."""
-        return b""
-
     def prompt(self, packed: bytes) -> bytes:
         """Returns the events for the ids of the prompt, unsigned 32-bit little-endian."""
         return b""
@@ -226,10 +208,7 @@ class Turn(ABC):
 
     @abstractmethod
     def finish(self, index: int, done: gateway_pb2.ChatAnswer) -> bytes:
-        """Returns the events that end a choice.
-
-        Parts that no delta brought are written from the answer: a replay has no deltas.
-        """
+        """Returns the events that end a choice."""
 
     def end(self) -> bytes:
         """Returns the events that end the stream."""
@@ -263,7 +242,7 @@ class Protocol:
 
 
 def as_delta(done: gateway_pb2.ChatAnswer) -> gateway_pb2.ChatDelta:
-    """Returns a complete answer as one part of a stream."""
+    """Returns a complete answer as one part of a stream: a replay has no deltas."""
     message = done.message
     delta = gateway_pb2.ChatDelta(
         content=text_of(message),
@@ -345,7 +324,8 @@ class Exchange:
         self._send = send
         self._body: list[bytes] = []
         self._begun = time.perf_counter()
-        self._is_answered = False
+        self.is_answered = False
+        """Whether the answer is complete."""
         self._is_silent = True
 
     async def body(self) -> bytes:
@@ -396,7 +376,7 @@ class Exchange:
             if not more:
                 named.append((b"content-length", b"%d" % len(data)))
             await self._send({"type": "http.response.start", "status": status, "headers": named})
-        self._is_answered = not more
+        self.is_answered = not more
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def fail(self, error: RollmeshError) -> None:
@@ -405,7 +385,7 @@ class Exchange:
         A started stream is not terminated properly and the server closes the connection. Clients
         would mistake a properly terminated partial answer for a complete one.
         """
-        if self._is_answered:
+        if self.is_answered:
             return
         tracing.tell({"error.type": error.reason})
         http = self.protocol.error(error, self.request_id)
@@ -432,7 +412,11 @@ class Exchange:
 class TurnEndpoint:
     """An ASGI application, so that it owns the connection and notices when the client leaves."""
 
-    def __init__(self, protocol: Protocol, gateways: Gateways, config: SidecarConfig) -> None:
+    def __init__(
+        self, route: str, protocol: Protocol, gateways: Gateways, config: SidecarConfig
+    ) -> None:
+        """Takes the path without the session, whose key may be in the real one."""
+        self._route = route
         self._protocol = protocol
         self._gateways = gateways
         self._turn_timeout_s = config.turn_timeout_ms / 1000
@@ -450,35 +434,51 @@ class TurnEndpoint:
             protocol = protocol.without_sse
         exchange = Exchange(protocol, scope, receive, send)
         set_request_id(exchange.request_id)
-        try:
-            head = read_head(scope)
-            tracing.tell({genai.SESSION_ID: head.session_id})
-            turn = await self._read(exchange, head)
-            head.mark(turn.chat)
-            if turn.edges:
-                declared = gateway_pb2.DeclareLineageRequest(
-                    session_id=head.session_id, session_key=head.session_key, edges=turn.edges
-                )
-                await self._gateways.declare(declared)
-            await turn.complete(self._gateways)
-            turn.model = await self._gateways.model_of(head.session_id, turn.model)
-            turn.chat.model = turn.model
-            answer = self._stream if turn.streams else self._answer
-            async with asyncio.TaskGroup() as group:
-                answering = group.create_task(answer(turn, exchange))
-                leaving = group.create_task(exchange.cancel_when_left(answering))
-                await asyncio.wait([answering])
-                leaving.cancel()
-        except ClientDisconnect:
-            return
-        except asyncio.CancelledError:
-            stopping = "the sidecar is stopping; try again"
-            await exchange.fail(StoppingError(stopping, retry_delay_ms=_STOPPED_MS))
-        except Exception as error:  # the edge: everything becomes an answer
-            await exchange.fail(typed(error))
-        finally:
-            TURNS.labels(protocol.name, str(int(exchange.status))).inc()
-            self._freed_memory.served(exchange.size)
+        known: dict[str, Any] = {"http.request.method": "POST", "http.route": self._route}
+        agent = dict(scope["headers"]).get(tracing.TRACEPARENT.encode(), b"").decode("latin-1")
+        with tracing.span(f"POST {self._route}", "server", known, of_agent=agent) as span:
+            try:
+                head = read_head(scope)
+                tracing.tell({genai.SESSION_ID: head.session_id})
+                turn = await self._read(exchange, head)
+                chat = turn.chat
+                chat.session_id, chat.session_key = head.session_id, head.session_key
+                chat.call_id = secrets.token_hex(16)  # a gateway that went away may have its answer
+                chat.idempotency_key = head.headers.get(b"idempotency-key", "")
+                chat.model_request_id = head.model_request_id
+                chat.lineage = head.lineage or chat.lineage
+                retries = head.headers.get(b"x-stainless-retry-count", "0")
+                chat.retry_count = int(retries) if retries.isdecimal() and len(retries) < 9 else 0
+                if turn.edges:
+                    declared = gateway_pb2.DeclareLineageRequest(
+                        session_id=head.session_id, session_key=head.session_key, edges=turn.edges
+                    )
+                    await self._gateways.ask(head.session_id, "DeclareLineage", declared)
+                await turn.complete(self._gateways)
+                turn.model = chat.model = await self._gateways.model_of(head.session_id, turn.model)
+                answer = self._stream if turn.streams else self._answer
+                async with asyncio.TaskGroup() as group:
+                    answering = group.create_task(answer(turn, exchange))
+                    leaving = group.create_task(exchange.cancel_when_left(answering))
+                    await asyncio.wait([answering])
+                    leaving.cancel()
+            except ClientDisconnect:
+                return
+            except asyncio.CancelledError:
+                stopping = "the sidecar is stopping; try again"
+                await exchange.fail(StoppingError(stopping, retry_delay_ms=_STOPPED_MS))
+            except Exception as error:  # the edge: everything becomes an answer
+                await exchange.fail(typed(error))
+            finally:
+                status = int(exchange.status)
+                TURNS.labels(protocol.name, str(status)).inc()
+                if span is not None:
+                    span.set(
+                        {"http.response.status_code": status, genai.REQUEST_ID: exchange.request_id}
+                    )
+                    if status >= 500 or (status < 400 and not exchange.is_answered):
+                        span.error = span.attributes.get("error.type", str(status))
+                self._freed_memory.served(exchange.size)
 
     async def _read(self, exchange: Exchange, head: Head) -> Turn:
         """Receives and reads a body.
@@ -502,11 +502,15 @@ class TurnEndpoint:
             return await asyncio.to_thread(exchange.protocol.read, body, head)
 
     async def _answer(self, turn: Turn, exchange: Exchange) -> None:
+        session = turn.chat.session_id
         if exchange.protocol.count is not None:
-            counted = await self._gateways.count_tokens(turn.chat)
+            asked = gateway_pb2.CountTokensRequest(chat=turn.chat)
+            counted = await self._gateways.ask(session, "CountTokens", asked, self._turn_timeout_s)
             body = exchange.protocol.count(counted.prompt_tokens)
         else:
-            response = await self._gateways.chat(turn.chat)
+            response = await self._gateways.ask(session, "Chat", turn.chat, self._turn_timeout_s)
+            if len(response.answers) != turn.chat.choices:
+                raise RollmeshError(_UNFINISHED)
             await faults.reach("sidecar-before-answer")
             body = turn.whole(response)
         await exchange.write(body, more=False, headers=JSON)
@@ -534,31 +538,33 @@ class TurnEndpoint:
 
     async def _relay(self, turn: Turn, exchange: Exchange) -> None:
         """Forwards every event as it arrives."""
-        begun: set[int] = set()
-        done: set[int] = set()
+        said: set[int] = set()
         early: list[gateway_pb2.StreamChatResponse] = []
         async with aclosing(self._gateways.stream_chat(turn.chat)) as responses:
             async for response in responses:  # read to the end: the gateway treats less as not read
                 early.append(response)
-                if 0 not in begun:
+                if 0 not in turn.begun:
                     if response.choice_index != 0:
                         continue  # the first choice begins the stream
                     early.insert(0, early.pop())
                 for one in early:
                     index, event = one.choice_index, one.WhichOneof("event")
                     if event == "begun":
-                        begun.add(index)
-                        await exchange.write(turn.begin(index, one.begun))
-                    elif index not in begun:
+                        turn.begun[index] = one.begun
+                    elif index not in turn.begun:
                         raise RollmeshError("the gateway's answer began without an id")
                     elif event == "delta":
-                        await exchange.write(turn.delta(index, one.delta))
+                        delta = one.delta
+                        if delta.content or delta.reasoning_content or delta.tool_calls:
+                            said.add(index)
+                        await exchange.write(turn.delta(index, delta))
                         await faults.reach("sidecar-mid-answer")
                     elif event == "done":
-                        done.add(index)
-                        await exchange.write(turn.finish(index, one.done))
+                        turn.answers[index] = one.done
+                        parts = b"" if index in said else turn.delta(index, as_delta(one.done))
+                        await exchange.write(parts + turn.finish(index, one.done))
                     elif event == "prompt":
                         await exchange.write(turn.prompt(one.prompt.token_ids_u32le))
                 early.clear()
-        if done != set(range(turn.chat.choices)):
-            raise RollmeshError("the gateway's answer ended without its final message")
+        if turn.answers.keys() != set(range(turn.chat.choices)):
+            raise RollmeshError(_UNFINISHED)
