@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import quote, unquote
 
@@ -77,12 +78,20 @@ class Settlement(NamedTuple):
     """With a reason: the trajectories removed by the filter."""
 
 
-class Arrival(NamedTuple):
+@dataclass(slots=True)
+class Arrival:
     """A session to be stored."""
 
     record: session_pb2.SessionRecord
+    """Without its arrays from `Store.pack` on."""
     hold_ms: int | None = None
     """How long it waits for rewards unless its record says so. None: it does not wait."""
+    head: bytes = b""
+    """Set by `Store.pack`."""
+    arrays: bytes | None = None
+    """Set by `Store.pack`. None if they are not in the table."""
+    columns: tuple[Any, ...] = ()
+    """Set by `Store.pack`: the values of the store's own columns."""
 
     def due_ms(self, now_ms: int) -> int | None:
         """Returns until when it waits for rewards, or None if it does not wait."""
@@ -357,27 +366,28 @@ def form(
     Returns:
         The unit, or None if the group keeps waiting.
     """
-    present = [one for one in members if one.is_sample]
-    complete = _seats(members) >= group_size
+    chosen = _seated(members)
+    is_complete = len(chosen) >= group_size
     some = policy.whole or policy.HasField("min_samples")
     if policy.HasField("samples") and policy.samples < group_size:
-        present = [one for one in present if one.usable]
-        first = _seated(present)
-        if len(first) >= policy.samples:
-            return _formed(first[: policy.samples], group_size)
-    elif complete and (_seats(present) >= group_size or not some):
-        return _formed(_seated(members), group_size)
+        chosen = _seated([one for one in members if one.is_sample and one.usable])
+        if len(chosen) >= policy.samples:
+            return _formed(chosen[: policy.samples], group_size)
+    elif is_complete and (not some or _samples(chosen) >= group_size):
+        return _formed(chosen, group_size)
     late = policy.HasField("deadline_ms") and waited_ms >= policy.deadline_ms
-    if not members or not (late or complete):
+    if not members or not (late or is_complete):
         return None
-    if policy.HasField("min_samples") and _seats(present) >= policy.min_samples:
-        chosen = present if policy.HasField("samples") else members
-        return _formed(_seated(chosen), group_size)
+    if policy.HasField("min_samples") and _samples(chosen) >= policy.min_samples:
+        if policy.HasField("samples"):
+            chosen = [one for one in chosen if one.is_sample]
+        return _formed(chosen, group_size)
     return _formed(members, group_size)._replace(dropped=True)
 
 
-def _seats(members: Iterable[Member]) -> int:
-    return len({one.sample_index for one in members})
+def _samples(members: Iterable[Member]) -> int:
+    """Returns the number of seats with a sample."""
+    return len({one.sample_index for one in members if one.is_sample})
 
 
 def _seated(members: Sequence[Member]) -> list[Member]:
@@ -395,9 +405,9 @@ def _uselessness(member: Member) -> tuple[bool, bool, bool]:
 
 
 def _formed(members: Iterable[Member], group_size: int) -> Formed:
-    ordered = sorted(members, key=lambda one: one.sample_index)
-    taken = {one.sample_index for one in ordered if one.is_sample}
-    return Formed(tuple([one.session_id for one in ordered]), len(taken) < group_size)
+    ordered = sorted(members, key=attrgetter("sample_index"))
+    ids = tuple([one.session_id for one in ordered])
+    return Formed(ids, partial=_samples(ordered) < group_size)
 
 
 # Filters, evaluated on the heads of a unit's sessions.

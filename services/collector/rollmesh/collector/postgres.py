@@ -9,30 +9,31 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from rollmesh.collector.log import Arrival, Loaded, Page, Unit, split
 from rollmesh.collector.store import (
     LAST_SEQ,
     SCHEMA as TABLES,
-    Packed,
     Retention,
     Store,
     Transaction,
     Work,
     count_attempts,
+    fetch,
     read_units,
     store_id,
 )
-from rollmesh.runtime import Lane, Limits, prepare_database, read_address
+from rollmesh.runtime import Lane, Limits, Statements, prepare_database, read_address
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionDamagedError
 from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import collector_pb2 as pb
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
 VERSION = 7
 """Version of the tables. Incremented with a change that an older release cannot read."""
 UPGRADES = ("", "", "", "")
@@ -88,20 +89,47 @@ class PostgresStore(Store):
         self._doubtful: set[str] = set()
         """Consumers for which it may hold units unknowingly: the answer to a call was lost."""
 
-    async def write(self, work: Work[_Result]) -> _Result:
+    async def write(
+        self, work: Work[_Arguments, _Result], *args: _Arguments.args, **named: _Arguments.kwargs
+    ) -> _Result:
         """Runs work in a transaction while no other collector writes."""
-        return await self._writer.run(lambda db: Transaction(db, self).run(work))
 
-    async def read(self, work: Work[_Result]) -> _Result:
+        def job(db: Statements) -> _Result:
+            tx = Transaction(db, self)
+            result = work(tx, *args, **named)
+            tx.write_totals()
+            return result
+
+        return await self._writer.run(job)
+
+    async def read(
+        self, work: Work[_Arguments, _Result], *args: _Arguments.args, **named: _Arguments.kwargs
+    ) -> _Result:
         """Runs work on a snapshot of the database."""
-        return await self._reader.run(lambda db: Transaction(db, self).run(work))
+        return await self._reader.run(lambda db: work(Transaction(db, self), *args, **named))
 
     async def load(
         self, consumer: pb.Consumer, units: Sequence[Unit], now_ms: int
     ) -> list[Loaded | None]:
-        """Reads a snapshot, so that others write meanwhile. Counts in another transaction."""
-        found = await self.read(lambda tx: read_units(tx, consumer, units))
-        return await self.write(lambda tx: count_attempts(tx, consumer.name, found, now_ms))
+        """Reads a snapshot, so that others write meanwhile. Counts in another transaction.
+
+        While stopped, this collector may have lost units. Those are left out.
+        """
+        found = await self.read(read_units, consumer, units)
+
+        def count(tx: Transaction) -> list[Loaded | None]:
+            rows = tx.db.rows(
+                "SELECT unit_id FROM progress WHERE consumer = ?1 AND settled_ms IS NULL"
+                f" AND holder = ?2 AND unit_id {tx.db.within(3)}",
+                consumer.name,
+                self._me,
+                tx.db.listed([one.unit.unit_id for one in found if one]),
+            )
+            held = {unit_id for (unit_id,) in rows}
+            mine = [one if one and one.unit.unit_id in held else None for one in found]
+            return count_attempts(tx, consumer.name, mine, now_ms)
+
+        return await self.write(count)
 
     async def enter(self) -> None:
         """Marks this collector as alive. From here on it hears of others' changes."""
@@ -117,24 +145,21 @@ class PostgresStore(Store):
         with suppress(RollmeshError):
             await self.write(lambda tx: tx.db.run("DELETE FROM collectors WHERE id = ?1", self._me))
 
-    def pack(self, arrivals: Sequence[Arrival]) -> list[Packed]:
+    def pack(self, arrivals: Sequence[Arrival]) -> None:
         """Splits sessions into heads and arrays. A collector scores those that it holds back.
 
         Raises:
             InvalidFieldError: A session is too large for a row.
         """
-        packed: list[Packed] = []
-        for at, arrival in enumerate(arrivals):
-            head, pieces = split(arrival.record)
-            arrays = b"".join(pieces)
-            if (size := len(head) + len(arrays)) > _MOST_BYTES:
+        for at, one in enumerate(arrivals):
+            one.head, pieces = split(one.record)
+            one.arrays = b"".join(pieces)
+            one.columns = (None if one.hold_ms is None else self._me,)
+            if (size := len(one.head) + len(one.arrays)) > _MOST_BYTES:
                 raise InvalidFieldError(
                     f"sessions[{at}]",
                     f"takes {size} bytes; a PostgreSQL store takes up to {_MOST_BYTES}",
                 )
-            scorer = None if arrival.hold_ms is None else self._me
-            packed.append(Packed(arrival, head, arrays, (scorer,)))
-        return packed
 
     def stored_bytes(self, tx: Transaction) -> int:
         """Returns the bytes of all sessions."""
@@ -222,9 +247,21 @@ class PostgresStore(Store):
         tx.db.run("DELETE FROM collectors WHERE alive_until < clock_timestamp() - interval '1 day'")
 
     async def fetch(self, name: str, after: int, limit: int, now_ms: int) -> Page:
-        """Fetches units that nobody holds."""
+        """Fetches units that nobody holds, those that another collector left first. Holds them."""
+
+        def work(tx: Transaction) -> Page:
+            taken = self._left(tx, name, limit)
+            page = fetch(tx, name, after, max(limit - len(taken), 0), now_ms)
+            units = sorted([*taken, *page.units])
+            tx.db.run_many(
+                "INSERT INTO progress (consumer, unit_id, attempts, holder) VALUES (?1, ?2, 0, ?3)"
+                " ON CONFLICT (consumer, unit_id) DO UPDATE SET holder = excluded.holder",
+                [(name, unit.unit_id, self._me) for unit in units],
+            )
+            return Page(units, page.cursor, page.more or len(taken) >= limit)
+
         with self._in_doubt(name):
-            return await super().fetch(name, after, limit, now_ms)
+            return await self.write(work)
 
     async def release(self, consumer: str) -> None:
         """Releases fetched units to the next collector that fetches."""
@@ -245,7 +282,7 @@ class PostgresStore(Store):
             raise
         self._doubtful.discard(consumer)
 
-    def take_over(self, tx: Transaction, consumer: str, limit: int) -> list[Unit]:
+    def _left(self, tx: Transaction, consumer: str, limit: int) -> list[Unit]:
         """Returns the units that were released, or whose holder is no longer alive."""
         is_doubtful = consumer in self._doubtful
         rows = tx.db.rows(
@@ -263,25 +300,6 @@ class PostgresStore(Store):
             Unit(seq, unit_id, tuple(json.loads(members)), bool(partial))
             for seq, unit_id, members, partial in rows
         ]
-
-    def hold(self, tx: Transaction, consumer: str, units: Sequence[Unit]) -> None:
-        """Holds units."""
-        tx.db.run_many(
-            "INSERT INTO progress (consumer, unit_id, attempts, holder) VALUES (?1, ?2, 0, ?3)"
-            " ON CONFLICT (consumer, unit_id) DO UPDATE SET holder = excluded.holder",
-            [(consumer, unit.unit_id, self._me) for unit in units],
-        )
-
-    def kept(self, tx: Transaction, consumer: str, unit_ids: Iterable[str]) -> set[str]:
-        """Returns which of the units it still holds. While stopped it may have lost some."""
-        rows = tx.db.rows(
-            "SELECT unit_id FROM progress WHERE consumer = ?1 AND settled_ms IS NULL"
-            f" AND holder = ?2 AND unit_id {tx.db.within(3)}",
-            consumer,
-            self._me,
-            tx.db.listed(unit_ids),
-        )
-        return {unit_id for (unit_id,) in rows}
 
 
 @asynccontextmanager

@@ -12,9 +12,10 @@ from contextlib import (
     asynccontextmanager,
     suppress,
 )
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from rollmesh.collector import metrics
 from rollmesh.collector.config import CollectorConfig
@@ -23,7 +24,7 @@ from rollmesh.collector.scoring import Scoring, Teachers, wants_score
 from rollmesh.collector.settings import created
 from rollmesh.collector.sqlite import open_sqlite
 from rollmesh.collector.store import MOST_CHECKPOINTS, Retention, Store
-from rollmesh.collector.streams import Consumer, Subscriptions, check_count
+from rollmesh.collector.streams import Subscriptions, check_count
 from rollmesh.mesh import Membership, ScoringEngines
 from rollmesh.runtime import WINDOW, alarms_of, clock, first_of
 from rollmesh.runtime.codec import check_session
@@ -52,6 +53,7 @@ from rollmesh.v1 import (
 )
 
 _log = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
 _READ_PAGE = 100
 _ALARMS_S = 10.0
 _MAX_REASON_CHARS = 4096
@@ -159,22 +161,19 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
                 await stack.enter_async_context(aclosing(engines))
                 work = self.subscriptions.teach(Teachers(self.store, engines))
                 running.append(tasks.create_task(work))
-                self._membership = await stack.enter_async_context(self._member(address))
+                hello = router_pb2.ReplicaHello(
+                    replica_id=f"collector-{uuid.uuid4().hex}",
+                    kind=router_pb2.REPLICA_KIND_COLLECTOR,
+                    address=address,
+                    store_id=self.store.store_id,
+                )
+                membership = Membership(config.router, hello, router_pb2.ReplicaLoad)
+                metrics.REGISTERED.set_function(lambda: membership.registered)
+                self._membership = await stack.enter_async_context(membership)
             yield
             for task in running:
                 task.cancel()
             await asyncio.wait(running)  # before what they use is closed
-
-    def _member(self, address: str) -> Membership:
-        hello = router_pb2.ReplicaHello(
-            replica_id=f"collector-{uuid.uuid4().hex}",
-            kind=router_pb2.REPLICA_KIND_COLLECTOR,
-            address=address,
-            store_id=self.store.store_id,
-        )
-        membership = Membership(self._config.router, hello, router_pb2.ReplicaLoad)
-        metrics.REGISTERED.set_function(lambda: membership.registered)
-        return membership
 
     async def ready(self) -> None:
         """Waits until the collector is registered with the router, if there is one."""
@@ -238,11 +237,11 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
             _check_position("start", start)
 
         async def create() -> pb.CreateConsumerResponse:
-            made = await self.subscriptions.finish(self.subscriptions.create(consumer, start))
+            made = await self.subscriptions.create(consumer, start)
             standing = await self.store.standing(made.name)
             return pb.CreateConsumerResponse(consumer=made, stored_units=standing.ready)
 
-        return await self._repeats.once(request, create)
+        return await self._once(request, create)
 
     async def GetConsumer(
         self, request: pb.GetConsumerRequest, context: Context
@@ -262,19 +261,19 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         self, request: pb.UpdateConsumerRequest, context: Context
     ) -> pb.UpdateConsumerResponse:
         async def update() -> pb.UpdateConsumerResponse:
-            changed = await self.subscriptions.finish(self.subscriptions.update(request.consumer))
+            changed = await self.subscriptions.update(request.consumer)
             return pb.UpdateConsumerResponse(consumer=changed)
 
-        return await self._repeats.once(request, update)
+        return await self._once(request, update)
 
     async def DeleteConsumer(
         self, request: pb.DeleteConsumerRequest, context: Context
     ) -> pb.DeleteConsumerResponse:
         async def delete() -> pb.DeleteConsumerResponse:
-            await self.subscriptions.finish(self.subscriptions.delete(request.consumer))
+            await self.subscriptions.delete(request.consumer)
             return pb.DeleteConsumerResponse()
 
-        return await self._repeats.once(request, delete)
+        return await self._once(request, delete)
 
     async def Subscribe(
         self, request_iterator: AsyncIterator[pb.SubscribeRequest], context: Context
@@ -294,10 +293,11 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         _check_position("position", request.position)
 
         async def seek() -> pb.SeekResponse:
-            work = self.subscriptions.seek(request.consumer, request.position)
-            return await self.subscriptions.finish(work)
+            name, now_ms = request.consumer, clock.steady_unix_ms()
+            work = self.store.seek(name, request.position, now_ms)
+            return await self.subscriptions.move(name, work)
 
-        return await self._repeats.once(request, seek)
+        return await self._once(request, seek)
 
     async def CreateCheckpoint(
         self, request: pb.CreateCheckpointRequest, context: Context
@@ -317,10 +317,11 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         self, request: pb.RestoreCheckpointRequest, context: Context
     ) -> pb.RestoreCheckpointResponse:
         async def restore() -> pb.RestoreCheckpointResponse:
-            work = self.subscriptions.restore(request)
-            return pb.RestoreCheckpointResponse(again=await self.subscriptions.finish(work))
+            work = self.store.restore_checkpoint(request)
+            again = await self.subscriptions.move(request.consumer, work)
+            return pb.RestoreCheckpointResponse(again=again)
 
-        return await self._repeats.once(request, restore)
+        return await self._once(request, restore)
 
     async def ReleaseCheckpoint(
         self, request: pb.ReleaseCheckpointRequest, context: Context
@@ -337,7 +338,15 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
             metrics=request.step.metrics,
             reported_unix_ms=clock.unix_ms(),
         )
-        _check_step(step)
+        if step.step > _MAX_STEP:
+            raise InvalidFieldError("step.step", f"is {step.step}; give at most {_MAX_STEP}")
+        if (count := len(step.metrics)) > _MAX_METRICS:
+            raise InvalidFieldError(
+                "step.metrics", f"has {count} names; give at most {_MAX_METRICS}"
+            )
+        for name in step.metrics:
+            if not _METRIC_NAME.fullmatch(name):
+                raise InvalidFieldError("step.metrics", _NO_METRIC_NAME.format(name))
         await self.subscriptions.finish(self.store.report_step(request.consumer, step, request.run))
         steps = await self.store.steps(request.consumer, WINDOW)
         alarms = alarms_of(steps)
@@ -434,22 +443,18 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         stats = await self.store.counts()
         stats.duplicates = self._duplicates
-        consumers = [await self._stats(consumer) for consumer in self.subscriptions.consumers]
-        stats.consumers.extend(one for one in consumers if one is not None)
-        return stats
-
-    async def _stats(self, consumer: Consumer) -> pb.ConsumerStats | None:
-        try:
-            stats = await self.store.standing(consumer.name)
-            steps = await self.store.steps(consumer.name, WINDOW)
-        except ConsumerUnknownError:  # deleted since
-            return None
-        stats.leased, stats.streams = len(consumer.leased), len(consumer.streams)
-        stats.unscored = len(consumer.unscored)
-        stats.ready = max(stats.ready - stats.leased, 0)
-        if steps:
-            stats.step = steps[-1].step
-            stats.alarms.extend(alarms_of(steps))
+        for consumer in self.subscriptions.consumers:
+            name = consumer.settings.name
+            with suppress(ConsumerUnknownError):  # deleted since
+                one = await self.store.standing(name)
+                steps = await self.store.steps(name, WINDOW)
+                one.leased, one.streams = len(consumer.leased), len(consumer.streams)
+                one.unscored = len(consumer.unscored)
+                one.ready = max(one.ready - one.leased, 0)
+                if steps:
+                    one.step = steps[-1].step
+                    one.alarms.extend(alarms_of(steps))
+                stats.consumers.append(one)
         return stats
 
     async def _export_alarms(self) -> None:
@@ -460,12 +465,18 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         while True:
             found: list[tuple[str, str]] = []
             with suppress(RollmeshError):  # the store is away
-                for name in [one.name for one in self.subscriptions.consumers]:
+                for name in [one.settings.name for one in self.subscriptions.consumers]:
                     with suppress(ConsumerUnknownError):  # deleted since
                         steps = await self.store.steps(name, WINDOW)
                         found += [(one.name, name) for one in alarms_of(steps)]
                 show_alarms(found)
             await asyncio.sleep(_ALARMS_S)
+
+    async def _once(
+        self, request: Message, work: Callable[[], Coroutine[Any, Any, _Answer]]
+    ) -> _Answer:
+        """Does the work of a request once for its id, to the end even if the caller leaves."""
+        return await self._repeats.once(request, lambda: self.subscriptions.finish(work()))
 
     async def _ingest(self, sessions: Sequence[session_pb2.SessionRecord]) -> list[bool]:
         """Stores sessions and returns for each whether it was a repeat."""
@@ -519,16 +530,6 @@ def _check_position(field: str, position: pb.Position) -> None:
     place = position.WhichOneof("place")
     if place is None or (place == "end" and position.end == pb.LOG_END_UNSPECIFIED):
         raise InvalidFieldError(field, "is not set; give an end, a time or a delivery id")
-
-
-def _check_step(step: pb.TrainingStep) -> None:
-    if step.step > _MAX_STEP:
-        raise InvalidFieldError("step.step", f"is {step.step}; give at most {_MAX_STEP}")
-    if (count := len(step.metrics)) > _MAX_METRICS:
-        raise InvalidFieldError("step.metrics", f"has {count} names; give at most {_MAX_METRICS}")
-    for name in step.metrics:
-        if not _METRIC_NAME.fullmatch(name):
-            raise InvalidFieldError("step.metrics", _NO_METRIC_NAME.format(name))
 
 
 def _group(request: pb.ListGroupsRequest | pb.ReadSessionsRequest) -> str:

@@ -10,16 +10,16 @@ import errno
 import itertools
 import logging
 import os
+import sqlite3
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, ParamSpec, TypeVar
 
 from rollmesh.collector.log import Arrival, damaged, split
 from rollmesh.collector.store import (
     RETRY_MS,
     SCHEMA as TABLES,
-    Packed,
     Retention,
     Store,
     Transaction,
@@ -32,6 +32,7 @@ from rollmesh.runtime.telemetry import fields
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
 _MAX_DIGITS = 18
 _FILE_BYTES = "file_bytes"
 _LARGE_CALL_BYTES = 1024 * 1024
@@ -200,32 +201,37 @@ class SqliteStore(Store):
         self._files = files
         self._has_begun = False
 
-    async def write(self, work: Work[_Result]) -> _Result:
+    async def write(
+        self, work: Work[_Arguments, _Result], *args: _Arguments.args, **named: _Arguments.kwargs
+    ) -> _Result:
         """Runs work in a transaction, then deletes array files that lost their last session."""
-        result, files = await self._database.run(
-            lambda db: Transaction(SqliteStatements(db), self).run(
-                lambda tx: (work(tx), _forget_files(tx))
-            )
-        )
+
+        def job(db: sqlite3.Connection) -> tuple[_Result, list[int]]:
+            tx = Transaction(SqliteStatements(db), self)
+            result = work(tx, *args, **named)
+            files = _forget_files(tx) if tx.left else []
+            tx.write_totals()
+            return result, files
+
+        result, files = await self._database.run(job)
         if files:
             await asyncio.to_thread(self._files.remove, files)
         return result
 
-    def pack(self, arrivals: Sequence[Arrival]) -> list[Packed]:
+    def pack(self, arrivals: Sequence[Arrival]) -> None:
         """Splits sessions into heads and arrays. Writes the arrays to a file if they are large."""
-        parts = [split(arrival.record) for arrival in arrivals]
-        if sum([len(piece) for _, pieces in parts for piece in pieces]) < _LARGE_CALL_BYTES:
-            return [
-                Packed(arrival, head, b"".join(pieces), (None, None, None))
-                for arrival, (head, pieces) in zip(arrivals, parts, strict=True)
-            ]
-        places = self._files.write([pieces for _, pieces in parts])
-        return [
-            Packed(arrival, head, None, place)
-            for arrival, (head, _), place in zip(arrivals, parts, places, strict=True)
-        ]
+        pieces: list[list[bytes]] = []
+        for one in arrivals:
+            one.head, arrays = split(one.record)
+            pieces.append(arrays)
+        if sum(map(len, itertools.chain.from_iterable(pieces))) >= _LARGE_CALL_BYTES:
+            for one, place in zip(arrivals, self._files.write(pieces), strict=True):
+                one.columns = place
+            return
+        for one, arrays in zip(arrivals, pieces, strict=True):
+            one.arrays, one.columns = b"".join(arrays), (None, None, None)
 
-    def forget(self, packed: Sequence[Packed]) -> None:
+    def forget(self, packed: Sequence[Arrival]) -> None:
         """Deletes the file of a call whose sessions were not stored."""
         self._files.remove({one.columns[0] for one in packed} - {None})
 
@@ -238,7 +244,7 @@ class SqliteStore(Store):
         free: int = tx.db.value("PRAGMA freelist_count")
         return (pages - free) * _PAGE_BYTES + tx.total(_FILE_BYTES)
 
-    def stored(self, tx: Transaction, packed: Sequence[Packed]) -> None:
+    def stored(self, tx: Transaction, packed: Sequence[Arrival]) -> None:
         """Adds the file of a call."""
         file = packed[0].columns[0]
         if file is not None:

@@ -90,22 +90,10 @@ class Retention:
         return now_ms if full else now_ms - self.settled_ms
 
 
-class Packed(NamedTuple):
-    """A session in its stored form."""
-
-    arrival: Arrival
-    """Its record no longer has arrays."""
-    head: bytes
-    arrays: bytes | None
-    """None if they are not in the table."""
-    columns: tuple[Any, ...]
-    """The store's own columns."""
-
-
 class Transaction:
     """A transaction, which sees its own changes.
 
-    Totals are kept in a table, so that no hot path counts rows. `run` writes them.
+    Totals are kept in a table, so that no hot path counts rows. `write_totals` writes them.
     """
 
     def __init__(self, db: Statements, store: "Store") -> None:
@@ -144,9 +132,8 @@ class Transaction:
             self.db.run("DELETE FROM totals WHERE name = ?1", name)
             self._totals[name] = self._added[name] = 0
 
-    def run(self, work: "Work[_Result]") -> _Result:
-        """Runs work and writes the totals. The commit follows."""
-        result = work(self)
+    def write_totals(self) -> None:
+        """Writes the totals that have changed. The commit follows."""
         added = [(name, value) for name, value in self._added.items() if value]
         if added:
             self.db.run_many(
@@ -154,10 +141,9 @@ class Transaction:
                 " ON CONFLICT (name) DO UPDATE SET value = totals.value + excluded.value",
                 added,
             )
-        return result
 
 
-Work: TypeAlias = Callable[[Transaction], _Result]
+Work: TypeAlias = Callable[Concatenate[Transaction, _Arguments], _Result]
 
 
 def store_id(tx: Transaction) -> str:
@@ -181,45 +167,63 @@ class Group(NamedTuple):
     """When its first session arrived."""
 
 
-def _ingest(tx: Transaction, sessions: Sequence[Packed], now_ms: int) -> list[bool]:
+def _ingest(tx: Transaction, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
+    """Stores sessions that are new. A group is created by its first one."""
     stored = tx.db.rows(
         f"SELECT session_id FROM sessions WHERE session_id {tx.db.within(1)}"
         f" UNION ALL SELECT id FROM removed WHERE id {tx.db.within(1)}",
-        tx.db.listed([one.arrival.record.session_id for one in sessions]),
+        tx.db.listed([one.record.session_id for one in arrivals]),
     )
     known = {session_id for (session_id,) in stored}
     repeats: list[bool] = []
-    new: list[Packed] = []
-    for packed in sessions:
-        session_id = packed.arrival.record.session_id
+    new: list[tuple[Arrival, str, int | None]] = []
+    size, keys = 0, set[str]()
+    for arrival in arrivals:
+        session_id = arrival.record.session_id
         repeats.append(session_id in known)
-        if session_id not in known:
-            known.add(session_id)
-            new.append(packed)
-    tx.store.stored(tx, sessions)
+        if session_id in known:
+            continue
+        known.add(session_id)
+        key, group_size = arrival.group()
+        new.append((arrival, key, group_size))
+        size += len(arrival.head) + len(arrival.arrays or b"")
+        if group_size is not None:
+            keys.add(key)
+    tx.store.stored(tx, arrivals)
     if not new:
         return repeats
-    size = sum([len(packed.head) + len(packed.arrays or b"") for packed in new])
     _check_room(tx, size)
-    groups = _enter_groups(tx, [packed.arrival for packed in new], now_ms)
+    groups = _find_groups(tx, keys)
+    gone = _removed_groups(tx, keys - groups.keys())
+    created: list[Group] = []
     rows: list[tuple[Any, ...]] = []
     ready: list[tuple[str, str]] = []
-    trajectories = 0
-    for arrival, head, arrays, columns in new:
-        record, due_ms, (key, _) = arrival.record, arrival.due_ms(now_ms), arrival.group()
+    for arrival, key, group_size in new:
+        record, due_ms = arrival.record, arrival.due_ms(now_ms)
+        if group_size is None or key in gone:
+            pass
+        elif key not in groups:
+            groups[key] = Group(key, group_size, now_ms)
+            created.append(groups[key])
+        elif groups[key].size != group_size:
+            raise GroupSizeError(
+                "group_size",
+                f"is {group_size}, and group {record.group_id!r} of run {record.run_id!r} has "
+                f"{groups[key].size}; give all its sessions one, and each run a run_id",
+            )
         count = len(record.trajectories)
         given = (record.session_id, key, record.sample_index, due_ms, int(due_ms is None), count)
-        rows.append((*given, head, arrays, *columns))
-        trajectories += count
+        rows.append((*given, arrival.head, arrival.arrays, *arrival.columns))
+        tx.add("trajectories", count)
         if due_ms is None:
             ready.append((record.session_id, key))
+    tx.db.run_many("INSERT INTO groups (group_key, size, first_ms) VALUES (?1, ?2, ?3)", created)
     names = ("session_id", "group_key", "sample_index", "due_ms", "ready", "trajectories", "head")
     columns = (*names, "arrays", *tx.store.columns)
     places = ", ".join([f"?{number}" for number in range(1, len(columns) + 1)])
     tx.db.run_many(f"INSERT INTO sessions ({', '.join(columns)}) VALUES ({places})", rows)
     tx.store.resized(tx, size)
     tx.add("sessions", len(rows))
-    tx.add("trajectories", trajectories)
     _add_to_logs(tx, ready, groups, now_ms)
     return repeats
 
@@ -229,30 +233,6 @@ def _check_room(tx: Transaction, size: int) -> None:
         held: int = tx.db.value("SELECT count(*) FROM marks")
         why = f"; {held} of its units are kept for checkpoints, so release some" if held else ""
         raise StoreFullError(f"the collector's store is full{why}", retry_delay_ms=RETRY_MS)
-
-
-def _enter_groups(tx: Transaction, arrivals: Sequence[Arrival], now_ms: int) -> dict[str, Group]:
-    """Returns the groups of sessions. A group is created by its first one."""
-    announced = [(arrival, *arrival.group()) for arrival in arrivals]
-    keys = {key for _, key, size in announced if size is not None}
-    groups = _find_groups(tx, keys)
-    gone = _removed_groups(tx, keys - groups.keys())
-    new: list[Group] = []
-    for arrival, key, size in announced:
-        if size is None or key in gone:
-            continue
-        if key not in groups:
-            groups[key] = Group(key, size, now_ms)
-            new.append(groups[key])
-        elif groups[key].size != size:
-            record = arrival.record
-            raise GroupSizeError(
-                "group_size",
-                f"is {size}, and group {record.group_id!r} of run {record.run_id!r} has "
-                f"{groups[key].size}; give all its sessions one, and each run a run_id",
-            )
-    tx.db.run_many("INSERT INTO groups (group_key, size, first_ms) VALUES (?1, ?2, ?3)", new)
-    return groups
 
 
 def _find_groups(tx: Transaction, keys: Collection[str]) -> dict[str, Group]:
@@ -319,112 +299,120 @@ def _decide(
     groups: Mapping[str, Group],
     now_ms: int,
 ) -> None:
-    """Makes groups units of a log if it is time, and lists sessions that came too late."""
+    """Makes groups units of a log if it is time, and lists sessions that came too late.
+
+    In the log of one consumer, groups with all their samples get the positions that they have in
+    `GROUP_LOG`.
+    """
     keys = {key for _, key in sessions} | groups.keys()
     rows = tx.db.rows(
         f"SELECT unit_id, members FROM units WHERE log = ?2 AND unit_id {tx.db.within(1)}",
         tx.db.listed(keys),
         name,
     )
-    members: dict[str, str] = dict(rows)
+    formed_before: dict[str, str] = dict(rows)
     gone = _removed_groups(tx, keys - groups.keys())  # the others are of superseded sessions
-    entries = [
-        log.left_out(key, session_id, now_ms)
-        for session_id, key in sessions
-        if key in gone or (key in members and session_id not in json.loads(members[key]))
-    ]
-    waiting = [group for key, group in groups.items() if key not in members]
+    entries: list[pb.FilteredEntry] = []
+    for session_id, key in sessions:
+        members = formed_before.get(key)
+        if key in gone or (members is not None and session_id not in json.loads(members)):
+            entries.append(log.left_out(key, session_id, now_ms))
+    waiting = [group for key, group in groups.items() if key not in formed_before]
     for at in range(0, len(waiting), _GROUPS_AT_ONCE):
-        entries += _form_units(tx, name, consumer, waiting[at : at + _GROUPS_AT_ONCE], now_ms)
-    _list_once(tx, name, entries)
+        some = waiting[at : at + _GROUPS_AT_ONCE]
+        listed = tx.db.listed([group.key for group in some])
+        members_of = _members(tx, consumer, listed)
+        positions: dict[str, tuple[int, int]] = {}
+        if name != GROUP_LOG:
+            rows = tx.db.rows(
+                "SELECT unit_id, seq, made_ms FROM units"
+                f" WHERE log = ?2 AND unit_id {tx.db.within(1)}",
+                listed,
+                GROUP_LOG,
+            )
+            positions = {unit_id: (seq, made_ms) for unit_id, seq, made_ms in rows}
+        units: list[tuple[int, str, str, int, int]] = []
+        dropped: list[tuple[str, str, int]] = []
+        for key, size, first_ms in some:
+            members = members_of.get(key, [])
+            formed = log.form(consumer.groups, size, members, now_ms - first_ms)
+            if formed is None:
+                continue
+            seq, made_ms = positions.get(key) or (tx.next(LAST_SEQ), now_ms)
+            units.append((seq, key, json.dumps(formed.members), int(formed.partial), made_ms))
+            dropped += [(consumer.name, key, now_ms)] * formed.dropped
+            entries += log.entries_of(key, formed, members, now_ms)
+        if not units:
+            continue
+        _add_units(tx, name, units)
+        if name == GROUP_LOG:
+            closed = [(key,) for _, key, *_ in units]
+            tx.db.run_many("UPDATE groups SET open = 0 WHERE group_key = ?1", closed)
+        tx.db.run_many(
+            "INSERT INTO progress (consumer, unit_id, attempts, settled_ms) VALUES (?1, ?2, 0, ?3)"
+            " ON CONFLICT (consumer, unit_id)"
+            " DO UPDATE SET settled_ms = coalesce(progress.settled_ms, excluded.settled_ms)",
+            dropped,
+        )
+        tx.db.run(  # including those that settled a group under another policy
+            "UPDATE consumers SET settled = settled + (SELECT count(*) FROM progress p"
+            " WHERE p.consumer = consumers.name AND p.settled_ms IS NOT NULL"
+            f" AND p.unit_id {tx.db.within(1)}) WHERE log = ?2",
+            tx.db.listed([key for _, key, *_ in units]),
+            name,
+        )
+    if entries:  # without those that an earlier policy of the consumer listed
+        rows = tx.db.rows(
+            f"SELECT unit_id, entry FROM filtered WHERE unit_id {tx.db.within(1)} AND owner = ?2",
+            tx.db.listed({entry.delivery_id for entry in entries}),
+            name,
+        )
+        found = [log.read_entry(unit_id, data, is_group=False) for unit_id, data in rows]
+        known = {(one.delivery_id, one.reason, one.session_id) for one in found}
+        _list_filtered(
+            tx,
+            name,
+            [one for one in entries if (one.delivery_id, one.reason, one.session_id) not in known],
+        )
 
 
-def _form_units(
-    tx: Transaction, name: str, consumer: pb.Consumer, groups: Sequence[Group], now_ms: int
-) -> list[pb.FilteredEntry]:
-    """Makes groups units of a log if it is time, and returns the entries to list for it.
+def _members(tx: Transaction, consumer: pb.Consumer, listed: Any) -> dict[str, list[Member]]:
+    """Returns the ready members of groups in order of arrival, by the keys of the groups.
 
-    In the log of one consumer, groups with all their samples get the positions that they have in
-    `GROUP_LOG`.
+    A head is read only where it decides: under a policy that asks for usable samples or whole
+    groups, and where sessions share a seat. Without its head a member is taken for a usable sample.
     """
-    keys = tx.db.listed([group.key for group in groups])
     policy = consumer.groups
     judges = policy.whole or policy.HasField("samples") or policy.HasField("min_samples")
     rows = tx.db.rows(
         f"SELECT group_key, session_id, sample_index, {'head' if judges else 'NULL'} FROM sessions"
         f" WHERE group_key {tx.db.within(1)} AND ready = 1 ORDER BY n",
-        keys,
+        listed,
     )
-    members: dict[str, list[Member]] = {group.key: [] for group in groups}
-    heads = _heads_of_rivals(tx, rows)
-    for key, session_id, index, head in rows:
-        member = _member(consumer, session_id, index, head or heads.get(session_id))
-        members[key].append(member)
-    positions: dict[str, tuple[int, int]] = {}
-    if name != GROUP_LOG:
-        rows = tx.db.rows(
-            f"SELECT unit_id, seq, made_ms FROM units WHERE log = ?2 AND unit_id {tx.db.within(1)}",
-            keys,
-            GROUP_LOG,
+    heads: dict[str, bytes] = {}
+    seats = Counter([(key, index) for key, _, index, _ in rows])
+    if not judges and len(seats) < len(rows):
+        rivals = [one for key, one, index, _ in rows if seats[key, index] > 1]
+        heads = dict(
+            tx.db.rows(
+                f"SELECT session_id, head FROM sessions WHERE session_id {tx.db.within(1)}",
+                tx.db.listed(rivals),
+            )
         )
-        positions = {unit_id: (seq, made_ms) for unit_id, seq, made_ms in rows}
-    units: list[tuple[int, str, str, int, int]] = []
-    dropped: list[tuple[str, str, int]] = []
-    entries: list[pb.FilteredEntry] = []
-    for key, size, first_ms in groups:
-        formed = log.form(consumer.groups, size, members[key], now_ms - first_ms)
-        if formed is None:
-            continue
-        seq, made_ms = positions.get(key) or (tx.next(LAST_SEQ), now_ms)
-        units.append((seq, key, json.dumps(formed.members), int(formed.partial), made_ms))
-        dropped += [(consumer.name, key, now_ms)] * formed.dropped
-        entries += log.entries_of(key, formed, members[key], now_ms)
-    if not units:
-        return []
-    _add_units(tx, name, units)
-    if name == GROUP_LOG:
-        closed = [(key,) for _, key, *_ in units]
-        tx.db.run_many("UPDATE groups SET open = 0 WHERE group_key = ?1", closed)
-    tx.db.run_many(
-        "INSERT INTO progress (consumer, unit_id, attempts, settled_ms) VALUES (?1, ?2, 0, ?3)"
-        " ON CONFLICT (consumer, unit_id)"
-        " DO UPDATE SET settled_ms = coalesce(progress.settled_ms, excluded.settled_ms)",
-        dropped,
-    )
-    tx.db.run(  # including those that settled a group under another policy
-        "UPDATE consumers SET settled = settled + (SELECT count(*) FROM progress p"
-        " WHERE p.consumer = consumers.name AND p.settled_ms IS NOT NULL"
-        f" AND p.unit_id {tx.db.within(1)}) WHERE log = ?2",
-        tx.db.listed([key for _, key, *_ in units]),
-        name,
-    )
-    return entries
-
-
-def _heads_of_rivals(tx: Transaction, rows: Sequence[Row]) -> dict[str, bytes]:
-    """Returns the heads of sessions that share a seat, for rows of key, id, seat and head."""
-    seats = Counter((key, index) for key, _, index, _ in rows)
-    rivals = [one for key, one, index, head in rows if head is None and seats[key, index] > 1]
-    if not rivals:
-        return {}
-    found = tx.db.rows(
-        f"SELECT session_id, head FROM sessions WHERE session_id {tx.db.within(1)}",
-        tx.db.listed(rivals),
-    )
-    return dict(found)
-
-
-def _member(consumer: pb.Consumer, session_id: str, index: int, data: bytes | None) -> Member:
-    """Returns a member of a group. Without its head it is taken for a usable sample."""
-    if data is None:
-        return Member(session_id, index)
-    try:
-        head = log.read_head(session_id, data)
-    except SessionDamagedError:
-        return Member(session_id, index, usable=False)
-    is_usable = not consumer.groups.HasField("samples") or log.usable(consumer, head)
-    is_lost = head.outcome == session_pb2.SESSION_OUTCOME_LOST
-    return Member(session_id, index, is_usable, is_lost)
+    members: dict[str, list[Member]] = {}
+    for key, session_id, index, data in rows:
+        member = Member(session_id, index)
+        if (data := data or heads.get(session_id)) is not None:
+            try:
+                head = log.read_head(session_id, data)
+            except SessionDamagedError:
+                member = Member(session_id, index, usable=False)
+            else:
+                usable = not policy.HasField("samples") or log.usable(consumer, head)
+                is_lost = head.outcome == session_pb2.SESSION_OUTCOME_LOST
+                member = Member(session_id, index, usable, is_lost)
+        members.setdefault(key, []).append(member)
+    return members
 
 
 def _fill(tx: Transaction, consumer: pb.Consumer, now_ms: int) -> bool:
@@ -585,24 +573,6 @@ def changes_after(tx: Transaction, token: str, limit: int) -> list[tuple[str, st
 
 
 # What consumers do not receive: listed and counted.
-
-
-def _list_once(tx: Transaction, owner: str, entries: Sequence[pb.FilteredEntry]) -> None:
-    """Lists entries of groups, without those that an earlier policy of the consumer listed."""
-    if not entries:
-        return
-    rows = tx.db.rows(
-        f"SELECT unit_id, entry FROM filtered WHERE unit_id {tx.db.within(1)} AND owner = ?2",
-        tx.db.listed({entry.delivery_id for entry in entries}),
-        owner,
-    )
-    listed = [log.read_entry(unit_id, data, is_group=False) for unit_id, data in rows]
-    known = {(one.delivery_id, one.reason, one.session_id) for one in listed}
-    _list_filtered(
-        tx,
-        owner,
-        [one for one in entries if (one.delivery_id, one.reason, one.session_id) not in known],
-    )
 
 
 def _list_filtered(tx: Transaction, owner: str, entries: Sequence[pb.FilteredEntry]) -> None:
@@ -1098,8 +1068,6 @@ def fetch(tx: Transaction, name: str, after: int, limit: int, now_ms: int) -> Pa
         ConsumerUnknownError: The consumer was deleted.
     """
     consumer = _fill_own_log(tx, name, now_ms)
-    taken = tx.store.take_over(tx, name, limit)
-    wanted = max(limit - len(taken), 0)
     begin = cursor = max(after, consumer.floor)
     sql = (
         f"SELECT u.seq, u.unit_id, u.members, u.partial, p.settled_ms, {tx.store.held}"
@@ -1111,7 +1079,7 @@ def fetch(tx: Transaction, name: str, after: int, limit: int, now_ms: int) -> Pa
     floor, leading = begin, True
     for seq, unit_id, members, partial, settled_ms, held in rows:
         if settled_ms is None:
-            if not held and len(units) == wanted:
+            if not held and len(units) == limit:
                 break
             leading = False
             if not held:
@@ -1121,9 +1089,7 @@ def fetch(tx: Transaction, name: str, after: int, limit: int, now_ms: int) -> Pa
         cursor = seq
     if begin == consumer.floor and floor > begin:
         tx.db.run("UPDATE consumers SET floor = ?1 WHERE name = ?2", floor, name)
-    tx.store.hold(tx, name, [*taken, *units])
-    more = len(rows) == _SCAN or (bool(rows) and cursor < rows[-1][0]) or len(taken) >= limit
-    return Page(sorted([*taken, *units]), cursor, more)
+    return Page(units, cursor, len(rows) == _SCAN or (bool(rows) and cursor < rows[-1][0]))
 
 
 def load(
@@ -1151,7 +1117,15 @@ def read_units(
         tx.db.listed(ids),
     )
     heads: dict[str, bytes] = dict(rows)
-    scores = _scores(tx, consumer, ids)
+    scores: dict[log.RowKey, bytes] = {}  # by the consumer's teacher. Empty ones are a refusal
+    if consumer.HasField("teacher"):
+        rows = tx.db.rows(
+            "SELECT session_id, row_index, scores FROM scores"
+            f" WHERE teacher = ?1 AND session_id {tx.db.within(2)}",
+            _teacher_key(consumer.teacher),
+            tx.db.listed(ids),
+        )
+        scores = {(session_id, at): bytes(data) for session_id, at, data in rows}
     found: list[Loaded | None] = []
     out: list[Loaded] = []
     size = 0
@@ -1181,9 +1155,7 @@ def count_attempts(
     tx: Transaction, name: str, loaded: Sequence[Loaded | None], now_ms: int
 ) -> list[Loaded | None]:
     """Counts attempts for delivered units, and lists the trajectories removed from them."""
-    kept = tx.store.kept(tx, name, [one.unit.unit_id for one in loaded if one])
-    mine = [one if one and one.unit.unit_id in kept else None for one in loaded]
-    found = {one.unit.unit_id: one for one in mine if one and one.delivers}
+    found = {one.unit.unit_id: one for one in loaded if one and one.delivers}
     rows = tx.db.rows(
         "INSERT INTO progress (consumer, unit_id, attempts)"
         " SELECT c.name, u.unit_id, 1 FROM consumers c JOIN units u ON u.log = c.log"
@@ -1203,7 +1175,7 @@ def count_attempts(
             removed = one.verdict.removed
             entries.append(pb.FilteredEntry(delivery_id=unit_id, unix_ms=now_ms, removed=removed))
     _list_filtered(tx, own_log(name), entries)
-    return [one if one and (one.attempt or not one.delivers) else None for one in mine]
+    return [one if one and (one.attempt or not one.delivers) else None for one in loaded]
 
 
 def settle(
@@ -1282,21 +1254,6 @@ class Unscored(NamedTuple):
 
 def _teacher_key(teacher: pb.Teacher) -> str:
     return f"{teacher.top_k}:{teacher.model}"
-
-
-def _scores(
-    tx: Transaction, consumer: pb.Consumer, session_ids: Sequence[str]
-) -> dict[log.RowKey, bytes]:
-    """Returns the stored scores of a consumer's teacher. Empty ones are a refusal."""
-    if not consumer.HasField("teacher"):
-        return {}
-    rows = tx.db.rows(
-        "SELECT session_id, row_index, scores FROM scores"
-        f" WHERE teacher = ?1 AND session_id {tx.db.within(2)}",
-        _teacher_key(consumer.teacher),
-        tx.db.listed(session_ids),
-    )
-    return {(session_id, at): bytes(data) for session_id, at, data in rows}
 
 
 def find_unscored(
@@ -1605,13 +1562,12 @@ def consumer_unknown(name: str) -> ConsumerUnknownError:
 
 
 def _method(
-    work: Callable[Concatenate[Transaction, _Arguments], _Result], *, reads: bool = False
+    work: Work[_Arguments, _Result], *, reads: bool = False
 ) -> Callable[Concatenate["Store", _Arguments], Coroutine[Any, Any, _Result]]:
     """Returns a method that runs a function in a transaction, which may only read."""
 
     async def run(self: "Store", /, *args: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
-        do = self.read if reads else self.write
-        return await do(lambda tx: work(tx, *args, **named))
+        return await (self.read if reads else self.write)(work, *args, **named)
 
     return run
 
@@ -1632,18 +1588,22 @@ class Store:
     """SQL for whether the progress `p` of a unit means that a collector fetched it: 0 or 1."""
 
     @abstractmethod
-    async def write(self, work: Work[_Result]) -> _Result:
+    async def write(
+        self, work: Work[_Arguments, _Result], *args: _Arguments.args, **named: _Arguments.kwargs
+    ) -> _Result:
         """Runs work in a transaction while no one else writes, and returns once it is durable."""
 
-    async def read(self, work: Work[_Result]) -> _Result:
+    async def read(
+        self, work: Work[_Arguments, _Result], *args: _Arguments.args, **named: _Arguments.kwargs
+    ) -> _Result:
         """Runs work that only reads, in a transaction."""
-        return await self.write(work)
+        return await self.write(work, *args, **named)
 
     @abstractmethod
-    def pack(self, arrivals: Sequence[Arrival]) -> list[Packed]:
+    def pack(self, arrivals: Sequence[Arrival]) -> None:
         """Brings sessions into their stored form. Runs in a worker thread."""
 
-    def forget(self, packed: Sequence[Packed]) -> None:
+    def forget(self, packed: Sequence[Arrival]) -> None:
         """Undoes `pack` for sessions that were not stored. Runs in a worker thread."""
 
     @abstractmethod
@@ -1653,7 +1613,7 @@ class Store:
     def resized(self, tx: Transaction, count: int) -> None:
         """Counts bytes of sessions that were added or, if negative, removed."""
 
-    def stored(self, tx: Transaction, packed: Sequence[Packed]) -> None:
+    def stored(self, tx: Transaction, packed: Sequence[Arrival]) -> None:
         """Is called with the sessions that a call packed, before they are stored."""
 
     @abstractmethod
@@ -1696,17 +1656,6 @@ class Store:
     def tell(self, tx: Transaction, consumer: str, *, moved: bool = False) -> None:
         """Tells other collectors that a consumer changed. `moved` voids the units they fetched."""
 
-    def take_over(self, tx: Transaction, consumer: str, limit: int) -> list[Unit]:
-        """Returns units that another collector fetched and left, to be held here."""
-        return []
-
-    def hold(self, tx: Transaction, consumer: str, units: Sequence[Unit]) -> None:
-        """Keeps fetched units from the other collectors."""
-
-    def kept(self, tx: Transaction, consumer: str, unit_ids: Iterable[str]) -> Collection[str]:
-        """Returns which of the units this collector still holds."""
-        return set(unit_ids)
-
     async def release(self, consumer: str) -> None:
         """Releases everything that this collector fetched for the consumer."""
 
@@ -1724,14 +1673,14 @@ class Store:
             GroupSizeError: A group was announced with a different size in its run.
             StoreFullError: There is no room until sessions are settled and removed.
         """
-        packed = await asyncio.to_thread(self.pack, arrivals)
+        await asyncio.to_thread(self.pack, arrivals)
         try:
-            repeats = await self.write(lambda tx: _ingest(tx, packed, now_ms))
+            repeats = await self.write(_ingest, arrivals, now_ms)
         except (StoreFullError, InvalidFieldError):
-            await asyncio.to_thread(self.forget, packed)
+            await asyncio.to_thread(self.forget, arrivals)
             raise
         if all(repeats):
-            await asyncio.to_thread(self.forget, packed)
+            await asyncio.to_thread(self.forget, arrivals)
         return repeats
 
     set_rewards = _method(set_rewards)
@@ -1767,9 +1716,7 @@ class Store:
 
     async def tick(self, now_ms: int) -> bool:
         """Acts on deadlines that have passed and returns whether anything became deliverable."""
-        if not await self.read(lambda tx: _is_due(tx, now_ms)):
-            return False
-        return await self.write(lambda tx: _tick(tx, now_ms))
+        return await self.read(_is_due, now_ms) and await self.write(_tick, now_ms)
 
     async def retain(self, now_ms: int) -> int:
         """Removes sessions that every consumer has settled, and expired records, in parts.
@@ -1793,7 +1740,7 @@ class Store:
             found = tx.db.rows(_OVER, SESSION_LOG, begin, last, before_ms)
             return last if len(rows) == _REMOVED_AT_ONCE else 0, [key for (key,) in found]
 
-        removed = await self.write(lambda tx: remove(tx, [], now_ms))
+        removed = await self.write(remove, [], now_ms)
         for _ in range(_REMOVALS):
             cursor, keys = await self.read(examine)
             if keys:

@@ -135,11 +135,6 @@ class Consumer:
     """Units settled while a page was being fetched. The page may still contain them."""
 
     @property
-    def name(self) -> str:
-        """Its name."""
-        return self.settings.name
-
-    @property
     def stalled(self) -> bool:
         """Whether there are streams and all of them are stalled."""
         return bool(self.streams) and all(stream.stalled for stream in self.streams)
@@ -152,9 +147,10 @@ class Consumer:
         """
         self._settled.clear()
         held = len(self.ready) + len(self.unscored)
+        if not self.more or held >= _MOST_FETCHED:
+            return 0
         credits_ = sum([stream.credits for stream in self.streams])
-        wanted = min(credits_ - held, _MOST_FETCHED)
-        return max(wanted, 0) if self.more and held < _MOST_FETCHED else 0
+        return max(min(credits_ - held, _MOST_FETCHED), 0)
 
     def add_page(self, page: Page) -> None:
         """Adds a page from the store."""
@@ -175,9 +171,9 @@ class Consumer:
 
     def add(self, unit: Unit) -> None:
         """Adds a unit. A known unit is ignored."""
-        held = (self._queued, self.leased, self.unscored)
-        if not any(unit.unit_id in one for one in held):
-            self._queued.add(unit.unit_id)
+        id_ = unit.unit_id
+        if id_ not in self._queued and id_ not in self.leased and id_ not in self.unscored:
+            self._queued.add(id_)
             heapq.heappush(self.ready, unit)
 
     def open_stream(self, run: int = 0) -> Stream:
@@ -200,10 +196,11 @@ class Consumer:
         """
         if stream not in self.streams or not stream.credits:
             return None
-        others = self.streams - {stream}
-        is_wanted = any(other.credits and not other.stalled for other in others)
         passed: list[Unit] = []
-        while is_wanted and self.ready and self._late.get(self.ready[0].unit_id) is stream:
+        while self.ready and self._late.get(self.ready[0].unit_id) is stream:
+            others = self.streams - {stream}
+            if not any(other.credits and not other.stalled for other in others):
+                break
             passed.append(heapq.heappop(self.ready))
         unit = heapq.heappop(self.ready) if self.ready else None
         for late in passed:
@@ -245,11 +242,12 @@ class Consumer:
 
     def expire(self, now_ms: int) -> bool:
         """Takes back units with expired leases. Returns whether more can be taken than before."""
-        late = [lease for lease in self.leased.values() if lease.expires_ms <= now_ms]
-        for lease in late:
-            self._late[lease.unit.unit_id] = lease.stream
-            self._return(lease)
-        is_more = bool(late)
+        is_more = False
+        for lease in list(self.leased.values()):
+            if lease.expires_ms <= now_ms:
+                self._late[lease.unit.unit_id] = lease.stream
+                self._return(lease)
+                is_more = True
         for stream in self.streams:
             sent_ms = now_ms if stream.sent_ms is None else stream.sent_ms
             slow = sent_ms <= now_ms - self.settings.lease_ms
@@ -301,7 +299,7 @@ class Subscriptions:
             await teachers.score(consumer.settings, unit, is_wanted)
         except InvalidFieldError as refusal:
             if is_wanted():  # otherwise the consumer may have another teacher by now
-                self._end_of(consumer.name, refusal)
+                self._end_of(consumer.settings.name, refusal)
         except Exception as error:  # one unit must not stop the others
             _log.error("unit not scored, will retry", exc_info=error)
             await asyncio.sleep(_AFTER_ERROR_S)
@@ -314,12 +312,12 @@ class Subscriptions:
             for stream in consumer.streams:
                 stream.end(ShuttingDownError("the collector is shutting down; subscribe again"))
 
-    async def finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+    def finish(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Future[_Result]:
         """Runs work to completion even if the caller is cancelled.
 
         The consumers' state must reflect everything the store has committed.
         """
-        return await begun(self.tasks, work)
+        return begun(self.tasks, work)
 
     async def create(self, consumer: pb.Consumer, start: pb.Position | None) -> pb.Consumer:
         """Creates a consumer.
@@ -348,23 +346,12 @@ class Subscriptions:
             self._end_of(changes.name)
         return updated
 
-    async def seek(self, name: str, position: pb.Position) -> pb.SeekResponse:
-        """Moves a consumer. Its streams end and must be reopened.
+    async def move(self, name: str, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Lets the store move a consumer. Its streams end and must be reopened.
 
         Raises:
-            RollmeshError: The consumer is unknown, or the position does not exist.
+            RollmeshError: The work raised it.
         """
-        return await self._move(name, self.store.seek(name, position, clock.steady_unix_ms()))
-
-    async def restore(self, request: pb.RestoreCheckpointRequest) -> int:
-        """Moves a consumer to a checkpoint. Returns the number of units that it gets again.
-
-        Raises:
-            RollmeshError: The consumer or the checkpoint is unknown, or the run is abandoned.
-        """
-        return await self._move(request.consumer, self.store.restore_checkpoint(request))
-
-    async def _move(self, name: str, work: Coroutine[Any, Any, _Result]) -> _Result:
         consumer = self._known.get(name) or Consumer(pb.Consumer(name=name))
         async with consumer.paging:
             result = await work
@@ -407,7 +394,7 @@ class Subscriptions:
                 self._wake_all()
             async with consumer.paging:
                 if consumer.stalled and (consumer.ready or consumer.leased):
-                    await self.store.release(consumer.name)
+                    await self.store.release(consumer.settings.name)
                     consumer.reset()
 
     async def delete(self, name: str) -> None:
@@ -478,7 +465,7 @@ class Subscriptions:
                 return
             consumer.reset()
             with suppress(RollmeshError):  # retried when the next stream ends, or on exit
-                await self.store.release(consumer.name)
+                await self.store.release(consumer.settings.name)
 
     def _wake_all(self) -> None:
         for consumer in self._known.values():
@@ -518,16 +505,23 @@ class Subscriptions:
                         yield response
                     await faults.reach("collector-after-delivery")
                 elif not stream.acknowledged and not stream.ended:
-                    await self._wait(stream)
+                    # Wakes up when a lease expires, too.
+                    ends_ms = [lease.expires_ms for lease in consumer.leased.values()]
+                    left_s = (min(ends_ms) - clock.monotonic_ms()) / 1000 if ends_ms else None
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(left_s):
+                            await stream.wake.wait()
+                    if consumer.expire(clock.monotonic_ms()):
+                        self._wake_all()
             if stream.acknowledged:  # the consumer may have closed its side after sending them
                 yield stream.tell()
             if stream.error is not None:
                 raise stream.error
         finally:
             reader.cancel()
-            stream.consumer.close_stream(stream)
+            consumer.close_stream(stream)
             # A stream may end after the service: the next start reads the units not given back.
-            release = partial(self._give_back, stream.consumer, if_unread=True)
+            release = partial(self._give_back, consumer, if_unread=True)
             begun(self.tasks, contained(release, "units not released"))
             self._wake_all()
 
@@ -556,67 +550,70 @@ class Subscriptions:
             case "version":
                 version = request.version.policy_version
                 check_version("version.policy_version", version)
-                changes = pb.Consumer(name=stream.consumer.name, policy_version=version)
+                name = stream.consumer.settings.name
+                changes = pb.Consumer(name=name, policy_version=version)
                 await self.finish(self.update(changes))
             case _:
                 raise InvalidFieldError("part", "send grants, acknowledgements and versions")
 
     async def _acknowledge(self, stream: Stream, delivery_ids: list[str]) -> None:
-        consumer = stream.consumer
+        consumer, name = stream.consumer, stream.consumer.settings.name
         settlements, now_ms = [Settlement(id_) for id_ in delivery_ids], clock.steady_unix_ms()
-        settled = await self.store.settle(consumer.name, settlements, now_ms, stream.run)
+        settled = await self.store.settle(name, settlements, now_ms, stream.run)
         await faults.reach("collector-after-acknowledgement")
         for unit_id in settled:
             consumer.settle(unit_id)
-        metrics.ACKNOWLEDGED.labels(consumer.name).inc(len(settled))
+        metrics.ACKNOWLEDGED.labels(name).inc(len(settled))
         stream.acknowledged += delivery_ids  # unknown ones were acknowledged earlier
 
     async def _next(self, stream: Stream) -> pb.SubscribeResponse | None:
         """Returns a stream's next response, or None if there is none, or no credits."""
+        consumer = stream.consumer
         while not stream.ended:
             if stream.loaded:
                 response = stream.loaded.popleft()
-                lease = stream.consumer.leased.get(response.delivery.delivery_id)
+                lease = consumer.leased.get(response.delivery.delivery_id)
                 if lease is not None and lease.stream is stream:
                     return response
                 # Acknowledged since, which this client is told first, or taken back.
                 stream.credits += 1
                 continue
-            await self._fetch(stream.consumer)
+            async with consumer.paging:
+                if wanted := consumer.wanted():
+                    consumer.more = False
+                    try:
+                        name, now_ms = consumer.settings.name, clock.steady_unix_ms()
+                        page = await self.store.fetch(name, consumer.cursor, wanted, now_ms)
+                    except BaseException:
+                        consumer.more = True
+                        raise
+                    consumer.add_page(page)
             now = clock.monotonic_ms()
-            while len(stream.taken) < _MOST_TAKEN and (unit := stream.consumer.take(stream, now)):
+            while len(stream.taken) < _MOST_TAKEN and (unit := consumer.take(stream, now)):
                 stream.taken.append(unit)
             if not stream.taken:
                 return None
             await self._load(stream)
         return None
 
-    async def _fetch(self, consumer: Consumer) -> None:
-        """Fetches the units that the streams of a consumer may take."""
-        async with consumer.paging:
-            if not (wanted := consumer.wanted()):
-                return
-            consumer.more = False
-            try:
-                now_ms = clock.steady_unix_ms()
-                page = await self.store.fetch(consumer.name, consumer.cursor, wanted, now_ms)
-            except BaseException:
-                consumer.more = True
-                raise
-            consumer.add_page(page)
-
     async def _load(self, stream: Stream) -> None:
         """Loads the units a stream has taken, at least the first."""
-        consumer, now_ms = stream.consumer, clock.steady_unix_ms()
-        found = await self.store.load(consumer.settings, stream.taken, now_ms)
+        consumer, name = stream.consumer, stream.consumer.settings.name
+        found = await self.store.load(consumer.settings, stream.taken, clock.steady_unix_ms())
         # Assembled in a thread, as a session can take megabytes.
         responses = await asyncio.to_thread(
             lambda: [loaded.response() if loaded else None for loaded in found]
         )
         units, stream.taken = stream.taken[: len(found)], stream.taken[len(found) :]
         for unit, loaded, response in zip(units, found, responses, strict=True):
-            if response is None:
-                stream.credits += 1
+            if response is not None and loaded is not None:
+                stream.loaded.append(response)
+                is_first = loaded.attempt == 1
+                metrics.DELIVERIES.labels(name, "first" if is_first else "again").inc()
+                if is_first:
+                    metrics.count_filtered(name, loaded.verdict)
+                continue
+            stream.credits += 1
             if loaded is None:
                 consumer.settle(unit.unit_id)
             elif loaded.unscored:
@@ -624,32 +621,16 @@ class Subscriptions:
                     raise InvalidFieldError("consumer.teacher", _NO_ROUTER)
                 consumer.hold(unit)
                 self._lessons.put_nowait((consumer, unit))
-            elif response is None:
-                await self.finish(self._filter(consumer, unit.unit_id, loaded.verdict))
             else:
-                stream.loaded.append(response)
-                first = loaded.attempt == 1
-                kind = "first" if first else "again"
-                metrics.DELIVERIES.labels(consumer.name, kind).inc()
-                if first:
-                    metrics.count_filtered(consumer.name, loaded.verdict)
+                await self.finish(self._filter(consumer, unit.unit_id, loaded.verdict))
 
     async def _filter(self, consumer: Consumer, unit_id: str, verdict: Verdict) -> None:
         """Settles a unit that is not delivered to its consumer."""
+        name = consumer.settings.name
         settlement = Settlement(unit_id, verdict.reason, verdict.removed)
-        await self.store.settle(consumer.name, [settlement], clock.steady_unix_ms())
+        await self.store.settle(name, [settlement], clock.steady_unix_ms())
         consumer.settle(unit_id)
-        metrics.count_filtered(consumer.name, verdict)
-
-    async def _wait(self, stream: Stream) -> None:
-        """Waits for something to do. Wakes up when a lease expires."""
-        ends_ms = [lease.expires_ms for lease in stream.consumer.leased.values()]
-        left_s = max(min(ends_ms) - clock.monotonic_ms(), 0) / 1000 if ends_ms else None
-        with suppress(TimeoutError):
-            async with asyncio.timeout(left_s):
-                await stream.wake.wait()
-        if stream.consumer.expire(clock.monotonic_ms()):
-            self._wake_all()
+        metrics.count_filtered(name, verdict)
 
 
 def check_count(field_name: str, values: Sequence[object], most: int) -> None:
