@@ -230,14 +230,18 @@ def read_head(session_id: str, data: bytes) -> session_pb2.SessionRecord:
 
 def arrays_size(head: session_pb2.SessionRecord) -> int:
     """Returns the size of arrays, images and messages that belong to a head, bytes."""
-    tokens = sum(map(tokens_of, rows_of(head)))
-    return tokens * _BYTES_PER_TOKEN + int(sum(one.data_bytes for one in _files(head)))
+    size = _BYTES_PER_TOKEN * sum(map(tokens_of, rows_of(head)))
+    for one in _files(head):
+        size += one.data_bytes
+    return size
 
 
 def _files(record: session_pb2.SessionRecord) -> list[Any]:
     """Returns columns of all rows, images, messages, contexts. All have `data` of `data_bytes`."""
-    columns = (one for row in rows_of(record) for one in row.columns)
-    return [*columns, *record.images, *record.messages, *record.contexts]
+    found: list[Any] = []
+    for row in rows_of(record):
+        found += row.columns
+    return [*found, *record.images, *record.messages, *record.contexts]
 
 
 def join(
@@ -501,8 +505,7 @@ def _refusal(rules: pb.DeliveryFilter, head: session_pb2.SessionRecord) -> Reaso
     if rules.model not in {"", head.model}:
         return pb.FILTER_REASON_MODEL
     train = session_pb2.SESSION_PURPOSE_TRAIN
-    purposes = [purpose or train for purpose in rules.purposes] or [train]
-    if (head.purpose or train) not in purposes:
+    if (head.purpose or train) not in (rules.purposes or [train]):
         return pb.FILTER_REASON_PURPOSE
     if rules.metadata and not rules.metadata.items() <= head.metadata.items():
         return pb.FILTER_REASON_METADATA
@@ -616,10 +619,10 @@ class Loaded:
         delivery = response.delivery
         delivery.delivery_id, delivery.attempt = self.unit.unit_id, self.attempt
         delivery.removed.extend(self.verdict.removed)
-        lost = session_pb2.SESSION_OUTCOME_LOST
-        delivery.partial = self.unit.partial or any(one.outcome == lost for one in self.heads)
+        delivery.partial = self.unit.partial
         try:
             for head, arrays, kept in zip(self.heads, self.arrays, self.verdict.kept, strict=True):
+                delivery.partial |= head.outcome == session_pb2.SESSION_OUTCOME_LOST
                 session = delivery.sessions.add()
                 session.CopyFrom(head)
                 if self.scores:
@@ -666,10 +669,10 @@ def judge_unit(
     except SessionDamagedError as error:
         loaded.drop_damaged(error)
     else:
-        for row in (row for head in loaded.heads for row in rows_of(head)):
-            if consumer.filter.adapters:
+        if consumer.filter.adapters:
+            for row in (row for head in loaded.heads for row in rows_of(head)):
                 train_policies(row, consumer.filter.adapters)
-        refused = {key for key, data in scores.items() if not data}
+        refused = {key for key, data in scores.items() if not data} if scores else ()
         loaded.verdict = judge(consumer, loaded.heads, refused)
         if consumer.HasField("teacher") and not loaded.verdict.reason:
             loaded.scores = scores
@@ -718,6 +721,8 @@ def entries_of(
     if unit.dropped:
         reason = pb.FILTER_REASON_INCOMPLETE_GROUP
         return [pb.FilteredEntry(delivery_id=key, reason=reason, unix_ms=now_ms)]
+    if len(unit.members) == len(members):
+        return []
     index = {one.session_id: one.sample_index for one in members}
     seats = {index[session_id] for session_id in unit.members}
     late = sorted(index.keys() - set(unit.members))

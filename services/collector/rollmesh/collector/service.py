@@ -481,14 +481,13 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
     async def _ingest(self, sessions: Sequence[session_pb2.SessionRecord]) -> list[bool]:
         """Stores sessions and returns for each whether it was a repeat."""
         await faults.reach("collector-mid-ingest")
-        scored = [self._scoring is not None and wants_score(session) for session in sessions]
-        arrivals = [
-            Arrival(session, self._config.scorer_hold_ms if held else None)
-            for session, held in zip(sessions, scored, strict=True)
-        ]
+        arrivals = list(map(Arrival, sessions))
         try:
-            if self._scoring:
-                self._scoring.check_room(sum(scored))
+            if self._scoring is not None:
+                to_score = [one for one in arrivals if wants_score(one.record)]
+                for one in to_score:
+                    one.hold_ms = self._config.scorer_hold_ms
+                self._scoring.check_room(len(to_score))
             duplicates = await self.store.ingest(arrivals, clock.steady_unix_ms())
         except (StoreFullError, StoreError, StoreAwayError) as error:
             metrics.STORE_ERRORS.labels(error.reason).inc()
@@ -499,8 +498,9 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         metrics.SESSIONS.labels("stored").inc(len(duplicates) - repeats)
         if not all(duplicates):
             self.subscriptions.announce()
-        for session, held, duplicate in zip(sessions, scored, duplicates, strict=True):
-            if self._scoring and held and not duplicate:
+        for arrival, duplicate in zip(arrivals, duplicates, strict=True):
+            session = arrival.record
+            if self._scoring is not None and arrival.hold_ms is not None and not duplicate:
                 self._scoring.add(session.session_id)
             if session.HasField("reward") and not duplicate:
                 metrics.observe_reward(session, session.reward)

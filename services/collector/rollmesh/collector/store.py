@@ -169,12 +169,18 @@ class Group(NamedTuple):
 
 def _ingest(tx: Transaction, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
     """Stores sessions that are new. A group is created by its first one."""
+    ids: list[str] = []
+    tombs: list[str] = []
+    for arrival in arrivals:
+        ids.append(arrival.record.session_id)
+        tombs += arrival.record.session_id, f"{GROUP_LOG}:{arrival.group()[0]}"
     stored = tx.db.rows(
         f"SELECT session_id FROM sessions WHERE session_id {tx.db.within(1)}"
-        f" UNION ALL SELECT id FROM removed WHERE id {tx.db.within(1)}",
-        tx.db.listed([one.record.session_id for one in arrivals]),
+        f" UNION ALL SELECT id FROM removed WHERE id {tx.db.within(2)}",
+        tx.db.listed(ids),
+        tx.db.listed(tombs),
     )
-    known = {session_id for (session_id,) in stored}
+    known = {id_ for (id_,) in stored}
     repeats: list[bool] = []
     new: list[tuple[Arrival, str, int | None]] = []
     size, keys = 0, set[str]()
@@ -185,6 +191,8 @@ def _ingest(tx: Transaction, arrivals: Sequence[Arrival], now_ms: int) -> list[b
             continue
         known.add(session_id)
         key, group_size = arrival.group()
+        if f"{GROUP_LOG}:{key}" in known:  # delivered to all and removed, so this one is surplus
+            group_size = None
         new.append((arrival, key, group_size))
         size += len(arrival.head) + len(arrival.arrays or b"")
         if group_size is not None:
@@ -194,18 +202,15 @@ def _ingest(tx: Transaction, arrivals: Sequence[Arrival], now_ms: int) -> list[b
         return repeats
     _check_room(tx, size)
     groups = _find_groups(tx, keys)
-    gone = _removed_groups(tx, keys - groups.keys())
     created: list[Group] = []
     rows: list[tuple[Any, ...]] = []
     ready: list[tuple[str, str]] = []
     for arrival, key, group_size in new:
         record, due_ms = arrival.record, arrival.due_ms(now_ms)
-        if group_size is None or key in gone:
-            pass
-        elif key not in groups:
+        if group_size is not None and key not in groups:
             groups[key] = Group(key, group_size, now_ms)
             created.append(groups[key])
-        elif groups[key].size != group_size:
+        elif group_size is not None and groups[key].size != group_size:
             raise GroupSizeError(
                 "group_size",
                 f"is {group_size}, and group {record.group_id!r} of run {record.run_id!r} has "
@@ -246,18 +251,6 @@ def _find_groups(tx: Transaction, keys: Collection[str]) -> dict[str, Group]:
     return {row[0]: Group(*row) for row in rows}
 
 
-def _removed_groups(tx: Transaction, keys: Collection[str]) -> set[str]:
-    """Returns the groups that were delivered to all and removed. Later sessions are surplus."""
-    if not keys:
-        return set()
-    prefix = f"{GROUP_LOG}:"
-    rows = tx.db.rows(
-        f"SELECT id FROM removed WHERE id {tx.db.within(1)}",
-        tx.db.listed([prefix + key for key in keys]),
-    )
-    return {id_.removeprefix(prefix) for (id_,) in rows}
-
-
 def _make_ready(tx: Transaction, sessions: Sequence[Row], now_ms: int) -> None:
     """Adds sessions that waited for rewards, with the keys of their groups, to the logs."""
     tx.db.run_many(
@@ -276,17 +269,19 @@ def _add_to_logs(
     """
     if not sessions:
         return
-    made = [(tx.next(LAST_SEQ), one, "[]", 0, now_ms) for one, _ in sessions]
+    made = [(SESSION_LOG, tx.next(LAST_SEQ), one, "[]", 0, now_ms) for one, _ in sessions]
     _add_units(tx, SESSION_LOG, made)
     _decide(tx, GROUP_LOG, log.SHARED_POLICY, sessions, groups, now_ms)
 
 
-def _add_units(tx: Transaction, name: str, units: Sequence[tuple[int, str, str, int, int]]) -> None:
-    """Adds units to a log: position, id, members as JSON, whether partial, and when made."""
+def _add_units(
+    tx: Transaction, name: str, units: Sequence[tuple[str, int, str, str, int, int]]
+) -> None:
+    """Adds units to a log: its name, position, id, members as JSON, whether partial, when made."""
     tx.db.run_many(
         "INSERT INTO units (log, seq, unit_id, members, partial, made_ms)"
         " VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
-        [(name, *unit) for unit in units],
+        units,
     )
     tx.add(f"log:{name}", len(units))
 
@@ -311,7 +306,13 @@ def _decide(
         name,
     )
     formed_before: dict[str, str] = dict(rows)
-    gone = _removed_groups(tx, keys - groups.keys())  # the others are of superseded sessions
+    gone: set[str] = set()
+    if others := keys - groups.keys():  # of superseded sessions, or removed
+        rows = tx.db.rows(
+            f"SELECT id FROM removed WHERE id {tx.db.within(1)}",
+            tx.db.listed([f"{GROUP_LOG}:{key}" for key in others]),
+        )
+        gone = {id_.removeprefix(f"{GROUP_LOG}:") for (id_,) in rows}
     entries: list[pb.FilteredEntry] = []
     for session_id, key in sessions:
         members = formed_before.get(key)
@@ -331,7 +332,7 @@ def _decide(
                 GROUP_LOG,
             )
             positions = {unit_id: (seq, made_ms) for unit_id, seq, made_ms in rows}
-        units: list[tuple[int, str, str, int, int]] = []
+        units: list[tuple[str, int, str, str, int, int]] = []
         dropped: list[tuple[str, str, int]] = []
         for key, size, first_ms in some:
             members = members_of.get(key, [])
@@ -339,15 +340,16 @@ def _decide(
             if formed is None:
                 continue
             seq, made_ms = positions.get(key) or (tx.next(LAST_SEQ), now_ms)
-            units.append((seq, key, json.dumps(formed.members), int(formed.partial), made_ms))
+            members_json = json.dumps(formed.members)
+            units.append((name, seq, key, members_json, int(formed.partial), made_ms))
             dropped += [(consumer.name, key, now_ms)] * formed.dropped
             entries += log.entries_of(key, formed, members, now_ms)
         if not units:
             continue
         _add_units(tx, name, units)
+        formed_now = tx.db.listed([key for _, _, key, *_ in units])
         if name == GROUP_LOG:
-            closed = [(key,) for _, key, *_ in units]
-            tx.db.run_many("UPDATE groups SET open = 0 WHERE group_key = ?1", closed)
+            tx.db.run(f"UPDATE groups SET open = 0 WHERE group_key {tx.db.within(1)}", formed_now)
         tx.db.run_many(
             "INSERT INTO progress (consumer, unit_id, attempts, settled_ms) VALUES (?1, ?2, 0, ?3)"
             " ON CONFLICT (consumer, unit_id)"
@@ -358,7 +360,7 @@ def _decide(
             "UPDATE consumers SET settled = settled + (SELECT count(*) FROM progress p"
             " WHERE p.consumer = consumers.name AND p.settled_ms IS NOT NULL"
             f" AND p.unit_id {tx.db.within(1)}) WHERE log = ?2",
-            tx.db.listed([key for _, key, *_ in units]),
+            formed_now,
             name,
         )
     if entries:  # without those that an earlier policy of the consumer listed
