@@ -315,8 +315,8 @@ def _decide(
         gone = {id_.removeprefix(f"{GROUP_LOG}:") for (id_,) in rows}
     entries: list[pb.FilteredEntry] = []
     for session_id, key in sessions:
-        members = formed_before.get(key)
-        if key in gone or (members is not None and session_id not in json.loads(members)):
+        unit = formed_before.get(key)
+        if key in gone or (unit is not None and session_id not in json.loads(unit)):
             entries.append(log.left_out(key, session_id, now_ms))
     waiting = [group for key, group in groups.items() if key not in formed_before]
     for at in range(0, len(waiting), _GROUPS_AT_ONCE):
