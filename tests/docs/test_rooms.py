@@ -11,7 +11,7 @@ CEILINGS = {
     "services/gateway/rollmesh/gateway": (10_693, 28),
     "services/engine/rollmesh/engine": (7_958, 31),
     "services/router/rollmesh/router": (4_707, 17),
-    "services/collector/rollmesh/collector": (5_374, 13),
+    "services/collector/rollmesh/collector": (5_344, 13),
     "services/collector/rollmesh/scorer": (366, 6),
     "clients/rollmesh/sidecar": (5_691, 17),
     "clients/rollmesh/client": (7_235, 24),
