@@ -231,22 +231,6 @@ async def test_a_push_refused_while_much_is_being_sent_is_one_of_our_errors() ->
     assert isinstance(caught.value, StaleVersionError | RemoteError)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "options"),
-    [
-        pytest.param({}, {}, id="no tensors"),
-        pytest.param({"w": [1.0]}, {}, id="a list"),
-        pytest.param({"w": np.zeros(2, np.complex64)}, {}, id="complex"),
-        pytest.param({"w": np.zeros(2)}, {"mode": "soon"}, id="pause mode"),
-        pytest.param(Transfer("nccl", [{"w": object()}]), {}, id="no JSON"),
-    ],
-)
-async def test_what_cannot_be_pushed_is_named(tensors: Any, options: Any) -> None:
-    async with Client(addresses_of(router="127.0.0.1:1")) as client:
-        with pytest.raises(InvalidFieldError):
-            await client.push_weights(tensors, 1, **options)
-
-
 def test_the_sdk_does_not_import_torch() -> None:
     code = "import sys, rollmesh.client, rollmesh.client.sync; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -109,45 +109,48 @@ async def test_a_tree_that_contradicts_itself_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("segment", "reward"),
+    ("field", "change"),
     [
-        pytest.param(0, 1.0, id="of-the-agent's-own-message"),
-        pytest.param(1, inf, id="no-number"),
+        ("session_id", {"session_id": ""}),
+        ("outcome", {"outcome": 0}),
+        ("sample_index", {"sample_index": 2, "group_size": 2}),
+        ("reward", {"reward": nan}),
+        ("reward", {"reward": -inf}),
+        ("trajectories[0].reward", {"trajectories.0.reward": inf}),
+        ("trajectories[1].trajectory_id", {"trajectories": [trajectory("s")]}),
+        ("trajectories[0].session_id", {"trajectories.0.session_id": "x"}),
+        ("trajectories[0].prompt_tokens", {"trajectories.0.prompt_tokens": 7}),
+        ("trajectories[0].segments", {"trajectories.0.segments.1.end": 5}),
+        ("trajectories[0].segments[0].reward", {"trajectories.0.segments.0.reward": 1.0}),
+        ("trajectories[0].segments[1].reward", {"trajectories.0.segments.1.reward": inf}),
+        ("trajectories[0].version_spans", {"trajectories.0.version_spans.0.end": 7}),
+        (
+            "trajectories[0].version_spans[0].policy_version",
+            {"trajectories.0.version_spans.0.policy_version": -1},
+        ),
+        *(
+            (f"trajectories[0].tokens.{name}", {f"trajectories.0.tokens.{name}": value})
+            for name, value in [
+                ("token_ids_u32le", bytes(5)),
+                ("loss_mask_u8", b"\2" * 6),
+                ("logprobs_f32le", b""),
+                *(("logprobs_f32le", logprobs(last)) for last in (nan, inf, -inf, 2e-4)),
+            ]
+        ),
     ],
 )
-async def test_a_reward_that_no_turn_can_have_is_refused(
-    stub: Any, segment: int, reward: float
+async def test_a_bad_session_names_its_field_and_stores_nothing(
+    stub: Any, field: str, change: dict[str, Any]
 ) -> None:
-    change = {f"trajectories.0.segments.{segment}.reward": reward}
-    field = f"trajectories[0].segments[{segment}].reward"
     await refused_by_field(stub, record("s"), field, change)
-
-
-@pytest.mark.parametrize(
-    "owner", [pytest.param("", id="session"), pytest.param("trajectories.0.", id="trajectory")]
-)
-@pytest.mark.parametrize("reward", [nan, inf, -inf])
-async def test_a_reward_that_is_no_number_is_refused(stub: Any, owner: str, reward: float) -> None:
-    field = f"{owner}reward".replace(".0", "[0]")
-    await refused_by_field(stub, record("s"), field, {f"{owner}reward": reward})
-
-
-@pytest.mark.parametrize("value", [nan, inf, -inf, 2e-4])
-async def test_a_logprob_that_no_token_can_have_is_refused(stub: Any, value: float) -> None:
-    change = {"trajectories.0.tokens.logprobs_f32le": logprobs(value)}
-    await refused_by_field(stub, record("s"), "trajectories[0].tokens.logprobs_f32le", change)
+    stats = await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=TIMEOUT_S)
+    assert stats.sessions == 0
 
 
 async def test_a_logprob_that_rounding_put_above_0_is_taken(stub: Any) -> None:
     session = record("s")
     session.trajectories[0].tokens.logprobs_f32le = logprobs(5e-5)
     assert not await ingest(stub, session)
-
-
-async def test_a_negative_policy_version_is_refused(stub: Any) -> None:
-    path = "version_spans.0.policy_version"
-    field = "trajectories[0].version_spans[0].policy_version"
-    await refused_by_field(stub, record("s"), field, {f"trajectories.0.{path}": -1})
 
 
 @pytest.mark.parametrize(

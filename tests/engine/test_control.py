@@ -375,21 +375,6 @@ async def test_an_update_that_waits_for_requests_is_given_up_by_its_caller(
     assert (await world.info()).policy_version == 0
 
 
-async def test_an_update_of_a_sleeping_engine_is_refused_until_it_wakes_up(
-    world: World, checkpoint: Path
-) -> None:
-    world.backend.loaded.set()
-    await world.sleep()
-    refused = await world.update(checkpoint)
-    assert isinstance(refused, EngineAsleepError)
-    assert "wake it up" in refused.message
-    info = await world.info()
-    assert (info.sleeping, info.policy_version, world.backend.sampled) == (True, 0, [])
-    await world.wake()
-    assert not isinstance(await world.update(checkpoint), RollmeshError)
-    assert (await collected(world, "r", 3, asyncio.Event())).spans == [(1, 0, 3)]
-
-
 async def test_a_sleep_that_comes_while_an_update_is_received_refuses_the_update(
     world: World, checkpoint: Path
 ) -> None:

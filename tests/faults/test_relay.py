@@ -331,18 +331,6 @@ async def test_an_answer_is_given_once_though_its_gateway_is_killed_while_its_li
         assert (result.turns, len(result.trajectories)) == (1, 1)
 
 
-async def test_an_agent_that_leaves_ends_its_generation(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
-    async with hidden_mesh(tmp_path, tokenizer_dir, tokens_per_second=1) as (mesh, _):
-        async with mesh.client() as client, client.session() as session:
-            agent = mesh.agent(far_url(mesh, session), "placeholder")
-            stream = await agent.chat.completions.create(**ASK, stream=True)
-            await anext(aiter(stream))
-            await stream.close()
-            await until_free(client)
-
-
 async def test_of_two_agents_with_one_key_one_leaves_while_the_link_is_cut_and_the_other_goes_on(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

@@ -664,19 +664,6 @@ print(duckdb.sql('''
     assert said == "[('sampled', 'sampled-1', 'logprobs', -2.0)]"
 
 
-def test_polars_scans_it(folder: Path) -> None:
-    said = read_by(
-        """
-import json, polars
-nodes = polars.scan_parquet("nodes/**/*.parquet", hive_partitioning=True)
-mine = nodes.filter(polars.col("session_id") == "shared").sort("node_id")
-print(json.dumps(mine.select("token_ids").collect()["token_ids"].explode().to_list()))
-""",
-        folder,
-    )
-    assert json.loads(said) == json.loads(TOKENS)
-
-
 def test_files_of_two_releases_are_read_as_the_docs_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

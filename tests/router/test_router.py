@@ -8,22 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from rollmesh.client import Client, MeshAddresses, WeightsPushError
+from rollmesh.client import Client, MeshAddresses
 from rollmesh.internal.v1 import leases_pb2, members_pb2, members_pb2_grpc
 from rollmesh.mesh import LeaseClient, Membership
 from rollmesh.runtime.errors import (
     EngineDeadError,
     InvalidFieldError,
     NoEngineError,
-    RollmeshError,
-    StaleVersionError,
 )
 from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import router_pb2
-from tests.processes import ServiceProcess, running
-from tests.router.engines import noting_engine, reason_of
+from tests.processes import ServiceProcess
+from tests.router.engines import noting_engine
 from tests.router.routers import running_router
 from tests.waiting import until
 
@@ -148,19 +145,6 @@ async def test_leases_of_a_gateway_that_went_away_are_free(router: ServiceProces
             assert grant.engine_id == "engine-x"
 
 
-async def test_members_and_gateways_come_back_to_a_restarted_router(tmp_path: Path) -> None:
-    async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(running_router(tmp_path))
-        membership = await stack.enter_async_context(member(first))
-        leases = await stack.enter_async_context(LeaseClient(first.address, "g"))
-        await until_registered(membership)
-        async with leases.lease(session_id="s", deadline_ms=60_000):
-            await first.kill()  # the turn goes on: tokens do not pass through the router
-        await stack.enter_async_context(running_router(tmp_path, port=first.port))
-        async with leases.lease(session_id="s", deadline_ms=60_000) as grant:
-            assert grant.engine_id == "engine-x"
-
-
 async def test_a_wait_continues_at_a_restarted_router_with_the_remaining_time(
     tmp_path: Path,
 ) -> None:
@@ -183,31 +167,6 @@ async def test_a_wait_continues_at_a_restarted_router_with_the_remaining_time(
         await stack.enter_async_context(running_router(tmp_path, port=first.port))
         await stack.enter_async_context(member(first))
         assert await waiting == "engine-x"
-
-
-async def test_bad_pushes_change_nothing(tmp_path: Path, router: ServiceProcess) -> None:
-    async with (
-        running("engine", tmp_path, backend="scripted", router=router.address),
-        LeaseClient(router.address, "g") as leases,
-        sdk(router) as client,
-    ):
-        async with leases.lease(session_id="s", deadline_ms=60_000):
-            pass
-        await client.push_weights(TENSORS, 2)
-        with pytest.raises(StaleVersionError):
-            await client.push_weights(TENSORS, 2)
-        broken = tmp_path / "broken"
-        broken.mkdir()
-        save_file(TENSORS, broken / "model.safetensors")
-        whole = (broken / "model.safetensors").read_bytes()
-        (broken / "model.safetensors").write_bytes(whole[:-3])
-        with pytest.raises(WeightsPushError) as caught:
-            await client.push_weights(broken, 3)
-        assert [reason_of(result) for result in caught.value.results] == ["INVALID_WEIGHTS"]
-        async with leases.lease(session_id="s", deadline_ms=60_000) as grant:
-            assert grant.policy_version == 2  # not fenced, and as before
-        with pytest.raises(RollmeshError):
-            await client.push_weights(TENSORS, 4, mode="sideways")  # type: ignore[arg-type]
 
 
 async def test_a_router_killed_in_mid_push_leases_no_weights_that_it_has_not_accepted(

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rollmesh.client import Client, SampleOutcome, Session, TimeLimits, register_runner, rollout
-from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError
+from rollmesh.client import Client, SampleOutcome, Session, register_runner, rollout
+from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.client.conftest import length
 from tests.sidecar.scripted_gateway import ScriptedGateway
@@ -117,27 +117,6 @@ async def test_endless_kinds_of_errors_are_shown_up_to_a_limit(
     assert len(caplog.records) == 16
 
 
-async def test_a_session_that_cannot_be_opened_fails_alone(
-    gateway: ScriptedGateway, client: Client
-) -> None:
-    gateway.failures = [SessionUnknownError("no")]
-    summary = await rollout(client, ["p"], runner=length, n=3)
-    assert summary.counts == {"COMPLETED": 2, "LOST": 1}
-
-
-async def test_a_sample_over_its_time_closes_as_aborted(
-    gateway: ScriptedGateway, client: Client
-) -> None:
-    async def run(prompt: str, session: Session) -> float:
-        if session.session_id == "5e550001":
-            await asyncio.Event().wait()
-        return 1.0
-
-    summary = await rollout(client, ["p"], runner=run, n=2, timeout_s=0.3)
-    assert summary.counts == {"ABORTED": 1, "COMPLETED": 1}
-    assert session_pb2.SESSION_OUTCOME_ABORTED in {closed.outcome for closed in gateway.closed}
-
-
 async def test_a_timeout_of_the_agents_own_is_a_failure(client: Client) -> None:
     async def run(prompt: str, session: Session) -> float:
         raise TimeoutError
@@ -200,11 +179,6 @@ async def test_a_setting_that_makes_no_sense_is_named(
 ) -> None:
     with pytest.raises(InvalidFieldError, match=request.node.callspec.id):
         await rollout(client, ["p"], runner=length, **wrong)
-
-
-def test_a_limit_that_makes_no_sense_is_named() -> None:
-    with pytest.raises(InvalidFieldError, match=r"limits\.grace_s: is 0"):
-        TimeLimits(grace_s=0)
 
 
 @pytest.mark.parametrize(

@@ -122,12 +122,6 @@ async def test_a_service_that_does_not_answer_is_said_to_be_away() -> None:
             await retried(lambda left_s: ask(request, timeout=left_s, wait_for_ready=True), 0.1)
 
 
-async def test_a_sampling_parameter_that_does_not_exist_is_named(client: Client) -> None:
-    with pytest.raises(InvalidFieldError, match="heat"):
-        async with client.session(sampling={"heat": 1}):
-            pass
-
-
 def test_the_addresses_are_read_from_the_line_that_up_prints() -> None:
     line = '{"router": "r:1", "gateway": "g:2", "collector": "c:3", "sidecar": "s:4", "more": 1}'
     assert MeshAddresses.from_json(line) == MeshAddresses(

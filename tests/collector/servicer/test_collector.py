@@ -3,13 +3,12 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from rollmesh.client import Subscription
-from rollmesh.runtime.errors import InvalidFieldError, RemoteError
 from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 from tests.collector.records import record
@@ -51,47 +50,6 @@ async def collector(tmp_path: Path) -> AsyncIterator[ServiceProcess]:
         yield process
 
 
-def broken(change: Callable[[session_pb2.SessionRecord], object]) -> session_pb2.SessionRecord:
-    session = record("s")
-    change(session)
-    return session
-
-
-@pytest.mark.parametrize(
-    ("session", "field"),
-    [
-        (broken(lambda s: s.ClearField("session_id")), "session_id"),
-        (broken(lambda s: s.ClearField("outcome")), "outcome"),
-        (record("s", index=2, size=2), "sample_index"),
-        (broken(lambda s: s.trajectories.append(s.trajectories[0])), "trajectory_id"),
-        (broken(lambda s: setattr(s.trajectories[0], "session_id", "x")), "session_id"),
-        (
-            broken(lambda s: setattr(s.trajectories[0].tokens, "token_ids_u32le", b"\0" * 5)),
-            "token_ids_u32le",
-        ),
-        (
-            broken(lambda s: setattr(s.trajectories[0].tokens, "logprobs_f32le", b"")),
-            "logprobs_f32le",
-        ),
-        (
-            broken(lambda s: setattr(s.trajectories[0].tokens, "loss_mask_u8", b"\2" * 6)),
-            "loss_mask_u8",
-        ),
-        (broken(lambda s: setattr(s.trajectories[0], "prompt_tokens", 7)), "prompt_tokens"),
-        (broken(lambda s: setattr(s.trajectories[0].version_spans[0], "end", 7)), "version_spans"),
-        (broken(lambda s: s.trajectories[0].segments.pop()), "segments"),
-    ],
-    ids=str,
-)
-async def test_a_bad_session_names_its_field_and_stores_nothing(
-    collector: ServiceProcess, session: session_pb2.SessionRecord, field: str
-) -> None:
-    with pytest.raises(InvalidFieldError) as caught:
-        await ingest(collector, session)
-    assert caught.value.field.endswith(field)
-    assert (await stats(collector)).sessions == 0
-
-
 async def test_names_get_everything_and_streams_of_a_name_share(collector: ServiceProcess) -> None:
     ids = [f"s{at}" for at in range(8)]
     for id_ in ids:
@@ -108,23 +66,6 @@ async def test_names_get_everything_and_streams_of_a_name_share(collector: Servi
             second = [await right._ready.get() for _ in range(4)]  # noqa: SLF001
     got = {delivery.delivery_id for delivery in (*first, *second)}  # type: ignore[union-attr]
     assert got == set(ids)
-
-
-async def test_a_collector_killed_before_its_ack_has_the_session_once(tmp_path: Path) -> None:
-    flags = {"data_dir": tmp_path / "data"}
-    async with running(
-        "collector", tmp_path, port=0, fault="collector-before-ack", **flags
-    ) as first:
-        sending = asyncio.ensure_future(ingest(first, record("a")))
-        await first.wait_line("FAULT collector-before-ack")
-        await first.kill()
-        with pytest.raises(RemoteError):
-            await sending
-    async with running("collector", tmp_path, port=0, **flags) as second:
-        assert await ingest(second, record("a"))  # it was stored. The sender's retry is a repeat
-        async with subscribe(second) as subscription:
-            assert await take(subscription, 1) == ["a"]
-        assert (await stats(second)).sessions == 1
 
 
 async def test_consumers_resume_at_a_restarted_collector(tmp_path: Path) -> None:

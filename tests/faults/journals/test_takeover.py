@@ -11,19 +11,15 @@ import numpy as np
 import openai
 import pytest
 
-from rollmesh.client import AdapterChoice, Budget, Session, SessionResult
+from rollmesh.client import Budget, Session, SessionResult
 from rollmesh.engine import scripted_experts
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import (
     chat_pb2,
-    collector_pb2,
-    collector_pb2_grpc,
     gateway_pb2,
     gateway_pb2_grpc,
 )
-from tests.chat.images.pictures import image_part, picture
-from tests.engine.engines import CONFIG
 from tests.fleets import Fleet, gateway_fleet
 from tests.messages import said
 from tests.waiting import until
@@ -40,13 +36,6 @@ PATIENT = 120
 @pytest.fixture
 async def fleet(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Fleet]:
     async with gateway_fleet(tmp_path, tokenizer_dir, RULES, LEASE_MS) as fleet:
-        yield fleet
-
-
-@pytest.fixture
-async def seeing(tmp_path: Path, vision_dir: Path) -> AsyncIterator[Fleet]:
-    """Gateways whose model takes images."""
-    async with gateway_fleet(tmp_path, vision_dir, RULES, LEASE_MS) as fleet:
         yield fleet
 
 
@@ -123,28 +112,6 @@ async def test_agents_that_never_retry_do_not_notice_that_a_gateway_is_killed(
     assert await fleet.session_at("gateway-1")
 
 
-async def test_images_go_over_with_their_session(seeing: Fleet) -> None:
-    session = await seeing.session_at("gateway-1")
-    talk = Talk(seeing, session)
-    cat, dog = picture(64, 64), picture(96, 64, seed=1)
-    text = {"type": "text", "text": "plain"}
-    talk.messages = [{"role": "user", "content": [image_part(cat), text]}]
-    await talk.run(1)
-    await seeing.mesh.processes["gateway-1"].kill()
-    # The engine has lost them too: the gateway that takes over has them from the database.
-    await seeing.mesh.restart("engine")
-    talk.messages[-1]["content"] = [image_part(dog), {"type": "text", "text": "next"}]
-    await talk.run(2)
-    await until(lambda: taken_by(seeing, "gateway-0", talk))
-    await check_books(seeing, [talk])
-    async with open_channel(seeing.mesh.processes["collector"].address) as channel:
-        stub = collector_pb2_grpc.CollectorServiceStub(channel)
-        request = collector_pb2.ReadSessionsRequest(session_id=session.session_id)
-        (stored,) = [one.session async for one in stub.ReadSessions(request)]
-    assert [one.data for one in stored.images] == [cat, dog]
-    assert [one.tokens for one in stored.trajectories[0].images] == [4, 6]
-
-
 async def test_columns_go_over_with_their_session(fleet: Fleet) -> None:
     request = fleet.client.session_request(columns=["routed_experts", "sampling_support"])
     session = await fleet.client.open_session(request)
@@ -159,28 +126,6 @@ async def test_columns_go_over_with_their_session(fleet: Fleet) -> None:
     assert support is not None
     assert experts.has_row.tolist() == [True] * (len(trajectory.token_ids) - 1) + [False]
     assert np.array_equal(experts.rows[:-1], scripted_experts(trajectory.token_ids[:-1], 0))
-
-
-async def test_a_pinned_adapter_goes_over_with_its_session(fleet: Fleet) -> None:
-    await fleet.mesh.restart("engine", max_adapters=8)
-
-    async def push(version: int) -> None:
-        await fleet.client.push_adapter({"w": np.zeros(4, np.float32)}, "math", version, CONFIG)
-
-    await push(1)
-    pinned = AdapterChoice(name="math", pinned=True)
-    session = await fleet.client.open_session(fleet.client.session_request(adapters=[pinned]))
-    dying = await fleet.owner(session)
-    talk = Talk(fleet, session)
-    await talk.run(1)
-    await fleet.mesh.processes[dying].kill()
-    for version in range(2, 7):  # nobody serves the session meanwhile
-        await push(version)
-    await talk.run(1)
-    assert await fleet.owner(session) != dying
-    result = (await check_books(fleet, [talk]))[session.session_id]
-    spans = result.trajectories[0].version_spans
-    assert {(one.adapter, one.policy_version) for one in spans} == {("math", 1)}
 
 
 async def test_an_answer_that_was_committed_when_its_gateway_died_is_given_by_the_other(
@@ -206,19 +151,6 @@ async def test_an_answer_that_was_committed_when_its_gateway_died_is_given_by_th
     )
     assert answer.id == first.answers[0].answer_id
     assert len((await fleet.client.transcript(session)).turns) == 1
-
-
-async def test_a_stored_response_is_found_where_another_gateway_takes_over(fleet: Fleet) -> None:
-    session = await fleet.session_at("gateway-1")
-    agent = fleet.agent(session, max_retries=0)
-    first = await agent.responses.create(model="policy", input="plain")
-    await fleet.mesh.processes["gateway-1"].kill()
-    assert (await agent.responses.retrieve(first.id)).output_text == first.output_text
-    second = await agent.responses.create(
-        model="policy", input="next", previous_response_id=first.id
-    )
-    assert second.output_text == "I am not sure."
-    assert len((await fleet.client.transcript(session)).turns) == 2
 
 
 async def test_agents_and_trainers_leave_a_gateway_that_stands_still_for_the_one_that_takes_over(

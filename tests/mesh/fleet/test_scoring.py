@@ -15,8 +15,6 @@ from rollmesh.client import Client, MeshAddresses, Scores
 from rollmesh.client.sync import Client as SyncClient
 from rollmesh.runtime.errors import (
     InvalidFieldError,
-    NoEngineError,
-    RollmeshError,
     TokenOutOfVocabularyError,
 )
 from rollmesh.runtime.rpc import open_channel
@@ -28,7 +26,7 @@ from rollmesh.v1 import (
     trajectory_pb2,
 )
 from tests.batches.records import linear, session
-from tests.controls import ABORT_ALL, KEEP, RESUME, pause, sleep
+from tests.controls import ABORT_ALL, KEEP, RESUME, pause
 from tests.processes import ServiceProcess, running
 from tests.waiting import until
 
@@ -245,37 +243,3 @@ async def test_sequences_are_spread_over_all_engines(fleet: Fleet) -> None:
     async with Client(fleet.addresses) as client, asyncio.timeout(120):
         found = await client.score(sequences(12), concurrency=6)
     assert {one.engine_id for one in found} == {"e0", "e1", "e2"}
-
-
-async def test_a_mesh_without_an_engine_that_can_score_says_why_in_time(fleet: Fleet) -> None:
-    await fleet.engine("e1")
-    (ids,) = sequences(1)
-    stub = await fleet.stub("e1")
-    await stub.ControlEngines(sleep())
-    async with Client(fleet.addresses) as client:
-
-        async def is_known() -> bool:
-            return any(one.hello.load.sleeping for one in (await client.replicas()).replicas)
-
-        await until(is_known)
-        with pytest.raises(NoEngineError, match=r"'policy' can score now \(e1: "):
-            await client.score(ids, timeout_s=2)
-
-
-async def test_a_teacher_with_another_vocabulary_is_refused_by_name(fleet: Fleet) -> None:
-    await asyncio.gather(
-        fleet.engine("p1"),
-        fleet.engine("t1", model="teacher"),
-        fleet.engine("o1", model="other", vocabulary_tokens=VOCABULARY + 1),
-    )
-    (ids,) = sequences(1)
-    async with Client(fleet.addresses) as client:
-        assert (
-            await client.score(ids, model="teacher", same_vocabulary_as="policy")
-        ).engine_id == "t1"
-        with pytest.raises(
-            InvalidFieldError, match="engine o1 of 'other' has no tokenizer and 401"
-        ):
-            await client.score(ids, model="other", same_vocabulary_as="policy")
-        with pytest.raises(RollmeshError, match=r"\(other, policy, teacher\)"):
-            await client.score(ids)

@@ -203,22 +203,6 @@ async def test_a_collector_that_is_killed_scores_nothing_twice_that_was_stored(
             await check(client, session)
 
 
-async def test_a_teacher_that_is_killed_is_replaced_by_another_one(school: School) -> None:
-    await school.ingest(*(record(f"s{at}") for at in range(8)))
-    await school.teacher("t1", **SLOW)
-    async with school.client() as client:
-        waiting = asyncio.create_task(take(client, 8))
-
-        async def one_is_scored() -> bool:
-            return await scored(school) >= 1
-
-        await until(one_is_scored)
-        await school.fleet.engines["t1"].kill()
-        await school.teacher("t2")
-        for session in sessions_of(await waiting):
-            await check(client, session)
-
-
 async def test_a_consumer_that_returns_gets_the_scores_too(school: School) -> None:
     await school.ingest(record("s1"))
     async with school.client() as client:
