@@ -24,7 +24,7 @@ def test_an_engine_with_lost_turns_gets_no_lease_for_a_while_and_then_a_probe() 
     found = leases.fleet.exclusion(leases.engines["a"])
     assert found
     assert found.reason == pb.EXCLUSION_REASON_CIRCUIT_OPEN
-    assert (leases.fleet.open_circuits, leases.due_ms(10)) == (1, 1010)
+    assert (len(leases.fleet.opened), leases.due_ms(10)) == (1, 1010)
     with pytest.raises(NoEngineError, match="its circuit is open"):
         acquire(leases, "g", "4", "s", now_ms=1009)
     assert acquire(leases, "g", "5", "s", wait_ms=9000, now_ms=1009) is None
@@ -37,7 +37,7 @@ def test_an_engine_with_lost_turns_gets_no_lease_for_a_while_and_then_a_probe() 
         pb.CIRCUIT_STATE_HALF_OPEN,
         pb.CIRCUIT_STATE_CLOSED,
     ]
-    assert (leases.fleet.exclusion(leases.engines["a"]), leases.fleet.open_circuits) == (None, 0)
+    assert (leases.fleet.exclusion(leases.engines["a"]), len(leases.fleet.opened)) == (None, 0)
 
 
 def test_an_engine_that_registers_again_has_a_closed_circuit() -> None:

@@ -31,7 +31,7 @@ class Circuit:
     generations that die together open the circuit once.
     """
 
-    __slots__ = ("_losses", "_openings", "_probing", "epoch", "state", "until_ms")
+    __slots__ = ("_losses", "_openings", "admits", "epoch", "state", "until_ms")
 
     def __init__(self) -> None:
         self.state: router_pb2.CircuitState.ValueType = router_pb2.CIRCUIT_STATE_CLOSED
@@ -41,18 +41,12 @@ class Circuit:
         """Number of times that it opened."""
         self._losses = 0
         self._openings = 0  # since it was last closed
-        self._probing = False
-
-    @property
-    def admits(self) -> bool:
-        """Whether a lease may be granted now."""
-        if self.state == router_pb2.CIRCUIT_STATE_HALF_OPEN:
-            return not self._probing
-        return self.state == router_pb2.CIRCUIT_STATE_CLOSED
+        self.admits = True
+        """Whether a lease may be granted now. A half-open circuit admits one at a time, a probe."""
 
     def grant(self) -> int:
         """Records a granted lease and returns the epoch to give to `end`."""
-        self._probing = self.state == router_pb2.CIRCUIT_STATE_HALF_OPEN
+        self.admits = self.state == router_pb2.CIRCUIT_STATE_CLOSED
         return self.epoch
 
     def end(
@@ -65,25 +59,23 @@ class Circuit:
         """Records the outcome of a lease. Returns whether the state changed."""
         if epoch != self.epoch:
             return False
-        self._probing = False
         before = self.state
+        if before == router_pb2.CIRCUIT_STATE_HALF_OPEN:
+            self.admits = True
         if outcome == leases_pb2.LEASE_OUTCOME_LOST:
             self._losses += 1
             if before == router_pb2.CIRCUIT_STATE_HALF_OPEN or self._losses >= limits.losses:
-                self._open(now_ms, limits)
+                doublings = min(self._openings, _MOST_DOUBLINGS)
+                self.until_ms = now_ms + min(limits.first_ms << doublings, limits.longest_ms)
+                self.state, self.admits = router_pb2.CIRCUIT_STATE_OPEN, False
+                self.epoch += 1
+                self._openings += 1
+                self._losses = 0
         elif outcome == leases_pb2.LEASE_OUTCOME_ANSWERED:
             self._losses = self._openings = 0
-            self.state = router_pb2.CIRCUIT_STATE_CLOSED
+            self.state, self.admits = router_pb2.CIRCUIT_STATE_CLOSED, True
         return self.state != before
 
     def half_open(self) -> None:
         """Admits a probe. Call it at `until_ms`."""
-        self.state = router_pb2.CIRCUIT_STATE_HALF_OPEN
-
-    def _open(self, now_ms: int, limits: CircuitLimits) -> None:
-        doublings = min(self._openings, _MOST_DOUBLINGS)
-        self.until_ms = now_ms + min(limits.first_ms << doublings, limits.longest_ms)
-        self.state = router_pb2.CIRCUIT_STATE_OPEN
-        self.epoch += 1
-        self._openings += 1
-        self._losses = 0
+        self.state, self.admits = router_pb2.CIRCUIT_STATE_HALF_OPEN, True

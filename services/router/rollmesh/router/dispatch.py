@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
-from rollmesh.internal.v1 import leases_pb2
+from rollmesh.internal.v1 import leases_pb2, leases_pb2_grpc
 from rollmesh.router import metrics
 from rollmesh.router.engines import Engine, Fleet
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router.leases import EndedWait, LeaseTable
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     DeadlineError,
@@ -20,7 +21,7 @@ from rollmesh.runtime.errors import (
     SupersededError,
 )
 from rollmesh.runtime.process import faults
-from rollmesh.runtime.rpc import to_status
+from rollmesh.runtime.rpc import Context, to_status
 from rollmesh.runtime.telemetry import fields, genai, tracing
 from rollmesh.v1 import router_pb2
 
@@ -31,42 +32,26 @@ _MOST_RESTATED = 1_024
 _RETRY_MS = 1_000
 
 
-class Outbox:
+@dataclass(slots=True, eq=False)
+class _Outbox:
     """The responses of one stream that its gateway has not read yet."""
 
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        """Why the stream has ended, or None if the gateway ended it."""
-        self._responses: asyncio.Queue[leases_pb2.DispatchResponse | None] = asyncio.Queue()
-        self.next = self._responses.get
-        """Waits for the next response. None is the end."""
-
-    def send(self, response: leases_pb2.DispatchResponse) -> bool:
-        """Adds a response, or returns False if the gateway has left too many unread."""
-        if self._responses.qsize() >= _MAX_UNREAD:
-            return False
-        self._responses.put_nowait(response)
-        return True
-
-    def end(self) -> None:
-        """Ends the stream after the responses that are there."""
-        self._responses.put_nowait(None)
-
-    def discard(self, error: Exception) -> None:
-        """Ends the stream now, with an error."""
-        while not self._responses.empty():
-            self._responses.get_nowait()
-        self.error = error
-        self.end()
+    responses: asyncio.Queue[leases_pb2.DispatchResponse | None] = field(
+        default_factory=asyncio.Queue
+    )
+    """None is the end of the stream."""
+    error: Exception | None = None
+    """Why the stream has ended, or None if the gateway ended it."""
 
 
-class Dispatch:
+class Dispatch(leases_pb2_grpc.LeaseServiceServicer):
     """All `Dispatch` streams of a router, and the timer of its lease table."""
 
     def __init__(self, table: LeaseTable, router_id: str) -> None:
         self._table = table
-        self._welcome = leases_pb2.DispatchWelcome(router_id=router_id)
-        self._outboxes: dict[str, Outbox] = {}
+        self._router_id = router_id
+        self._outboxes: dict[str, _Outbox] = {}
+        self._ended: RollmeshError | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due_ms: int | None = None
         self._tasks: asyncio.TaskGroup
@@ -84,33 +69,37 @@ class Dispatch:
             finally:
                 self._set_timer(None, 0)
 
-    async def serve(
-        self,
-        hello: leases_pb2.DispatchHello,
-        requests: AsyncIterator[leases_pb2.DispatchRequest],
-    ) -> AsyncGenerator[leases_pb2.DispatchResponse, None]:
+    async def Dispatch(
+        self, request_iterator: AsyncIterator[leases_pb2.DispatchRequest], context: Context
+    ) -> AsyncIterator[leases_pb2.DispatchResponse]:
         """Serves one stream and yields its responses.
 
         Raises:
-            InvalidFieldError: A message is empty, or a second hello.
+            InvalidFieldError: A message is empty, the first is no hello, or a later one is.
             OverloadedError: The gateway does not read its responses.
             SupersededError: A later stream of the same process is open, or was opened.
+            ShuttingDownError: The router stops.
         """
-        stream_id, outbox = uuid.uuid4().hex, Outbox()
-        former = self._table.open_stream(stream_id, hello)
-        if former is not None:
+        first = await anext(request_iterator, None)
+        if first is None or not first.HasField("hello"):
+            raise InvalidFieldError("hello", "is missing; send it in the first message")
+        if self._ended is not None:
+            raise self._ended
+        hello, stream_id, outbox = first.hello, uuid.uuid4().hex, _Outbox()
+        if (former := self._table.open_stream(stream_id, hello)) is not None:
             number = hello.stream_number
             self._end(former, SupersededError(f"stream {number} of this process replaces this one"))
         self._outboxes[stream_id] = outbox
-        outbox.send(leases_pb2.DispatchResponse(welcome=self._welcome))
+        welcome = leases_pb2.DispatchWelcome(router_id=self._router_id)
+        self._send(stream_id, leases_pb2.DispatchResponse(welcome=welcome))
         for model in self._table.fleet.offered_models():
             if hello.model in {"", model}:
                 self._send(stream_id, self._news(model))
         warn_of_misfits(self._table.fleet)
-        reader = self._tasks.create_task(self._read(stream_id, outbox, requests))
-        reader.add_done_callback(lambda _: outbox.end())  # however it ended
+        reader = self._tasks.create_task(self._read(stream_id, outbox, request_iterator))
+        reader.add_done_callback(lambda _: outbox.responses.put_nowait(None))  # however it ended
         try:
-            while (response := await outbox.next()) is not None:
+            while (response := await outbox.responses.get()) is not None:
                 yield response
                 if response.HasField("grant"):
                     await faults.reach("router-after-grant")
@@ -119,6 +108,100 @@ class Dispatch:
         finally:
             reader.cancel()
             self._close(stream_id)
+
+    async def _read(
+        self, stream_id: str, outbox: _Outbox, requests: AsyncIterator[leases_pb2.DispatchRequest]
+    ) -> None:
+        """Takes requests until the gateway ends the stream. The writer raises any error."""
+        try:
+            async for request in requests:
+                if stream_id not in self._outboxes:
+                    return
+                await self._take(stream_id, request)
+        except Exception as error:  # one stream's error must not stop the others
+            outbox.error = outbox.error or error
+
+    async def _take(self, stream_id: str, request: leases_pb2.DispatchRequest) -> None:
+        table, now_ms = self._table, clock.monotonic_ms()
+        for release in request.releases:
+            if release.engine_fault:
+                self._report(stream_id, release)
+            table.release(stream_id, release.lease_id, release.outcome, now_ms=now_ms)
+        if request.releases:
+            self._step(now_ms)
+            await faults.reach("router-after-release")
+        match request.WhichOneof("part"):
+            case "acquire":
+                asked = request.acquire
+                result: leases_pb2.LeaseGrant | RollmeshError | None
+                try:
+                    result = table.acquire(stream_id, asked, now_ms=now_ms)
+                except RollmeshError as error:
+                    if asked.wait_ms and isinstance(error, EnginesBusyError):
+                        metrics.QUEUE_REFUSALS.labels("full").inc()
+                    result = error
+                if result is None:
+                    self._set_timer(table.due_ms(now_ms), now_ms)
+                else:
+                    self._answer(EndedWait(stream_id, asked.lease_id, 0, result, asked.traceparent))
+            case "restate":
+                stated = request.restate.engines
+                ids = sum(len(one.lease_ids) + len(one.sessions) for one in stated)
+                if ids > _MOST_RESTATED or len(stated) > _MOST_RESTATED:
+                    raise InvalidFieldError(
+                        "restate.engines",
+                        f"has {ids} leases and sessions; give at most {_MOST_RESTATED} in one "
+                        "message",
+                    )
+                table.restate(stream_id, stated, now_ms=now_ms)
+                self._set_timer(table.due_ms(now_ms), now_ms)
+            case "forget":
+                table.forget(request.forget.session_id)
+            case "ping":
+                self._send(stream_id, leases_pb2.DispatchResponse(pong=leases_pb2.DispatchPong()))
+            case "hello":
+                raise InvalidFieldError("hello", "is not the first message; send it once")
+            case None if not request.releases:
+                raise InvalidFieldError("part", "is empty; set one of its fields, or releases")
+
+    def _report(self, stream_id: str, release: leases_pb2.ReleaseLease) -> None:
+        """Takes the fault of an engine that misbehaved."""
+        fault = release.engine_fault[:_MAX_FAULT_CHARS]
+        engine = self._table.report_fault(stream_id, release.lease_id, fault)
+        if engine is not None:
+            metrics.FAULTS.inc()
+            gateways = sorted(engine.reports)
+            _log.error(
+                "engine out of service" if engine.fault else "engine reported by one gateway",
+                extra=fields(engine=engine.engine_id, fault=fault, gateways=gateways),
+            )
+
+    def _step(self, now_ms: int) -> None:
+        """Ends the waits that can end now, and sets the timer for the next."""
+        for ended in self._table.end_waits(now_ms):
+            metrics.WAITED_SECONDS.observe(ended.waited_ms / 1000)
+            if isinstance(ended.result, RollmeshError):
+                metrics.QUEUE_REFUSALS.labels("deadline").inc()
+            self._answer(ended)
+        self._set_timer(self._table.due_ms(now_ms), now_ms)
+
+    def _answer(self, ended: EndedWait) -> None:
+        """Answers a request for a lease, and records its span."""
+        result, error = ended.result, ""
+        attributes: dict[str, object] = {genai.QUEUE_MS: ended.waited_ms}
+        response = leases_pb2.DispatchResponse(lease_id=ended.lease_id)
+        if isinstance(result, RollmeshError):
+            error = result.reason
+            metrics.LEASE_REQUESTS.labels(error.lower()).inc()
+            response.refusal.CopyFrom(to_status(result))
+        else:
+            attributes[genai.ENGINE_ID] = result.engine_id
+            metrics.GRANTED.inc()
+            response.grant.CopyFrom(result)
+        self._send(ended.stream_id, response)
+        if ended.traceparent and tracing.is_on():
+            place = tracing.place_of(ended.traceparent)
+            tracing.child("lease", "server", place, ended.waited_ms, attributes, error=error)
 
     def warn_of_silence(self, engine: Engine) -> None:
         """Warns the gateways with leases on an engine that it has stopped reporting.
@@ -142,6 +225,16 @@ class Dispatch:
             offered.adapters.add(name=name, version=version)
         return leases_pb2.DispatchResponse(offered=offered)
 
+    def _send(self, stream_id: str, response: leases_pb2.DispatchResponse) -> None:
+        if (outbox := self._outboxes.get(stream_id)) is None:
+            return
+        if outbox.responses.qsize() < _MAX_UNREAD:
+            outbox.responses.put_nowait(response)
+            return
+        _log.warning("gateway does not read its responses", extra=fields(stream=stream_id))
+        unread = f"{_MAX_UNREAD} responses are unread; read them"
+        self._end(stream_id, OverloadedError(unread, retry_delay_ms=_RETRY_MS))
+
     def end_streams(self, gateway_id: str) -> None:
         """Ends the streams of a gateway that has stopped reporting, which frees its leases."""
         error = DeadlineError("the gateway does not report to the router; connect again")
@@ -150,115 +243,19 @@ class Dispatch:
                 self._end(stream_id, error)
 
     def end(self, error: RollmeshError) -> None:
-        """Ends all streams with an error."""
+        """Ends all streams with an error, for good."""
+        self._ended = error
         for stream_id in tuple(self._outboxes):
             self._end(stream_id, error)
 
-    async def _read(
-        self, stream_id: str, outbox: Outbox, requests: AsyncIterator[leases_pb2.DispatchRequest]
-    ) -> None:
-        """Takes requests until the gateway ends the stream. The writer raises any error."""
-        try:
-            async for request in requests:
-                if stream_id not in self._outboxes:
-                    return
-                await self._take(stream_id, request)
-        except Exception as error:  # one stream's error must not stop the others
-            outbox.error = outbox.error or error
-
-    async def _take(self, stream_id: str, request: leases_pb2.DispatchRequest) -> None:
-        now_ms = clock.monotonic_ms()
-        for release in request.releases:
-            self._release(stream_id, release, now_ms)
-        if request.releases:
-            self._step(now_ms)
-            await faults.reach("router-after-release")
-        match request.WhichOneof("part"):
-            case "acquire":
-                self._acquire(stream_id, request.acquire, now_ms)
-            case "forget":
-                self._table.forget(request.forget.session_id)
-            case "restate":
-                self._restate(stream_id, request.restate, now_ms)
-            case "ping":
-                self._send(stream_id, leases_pb2.DispatchResponse(pong=leases_pb2.DispatchPong()))
-            case "hello":
-                raise InvalidFieldError("hello", "is not the first message; send it once")
-            case None if not request.releases:
-                raise InvalidFieldError("part", "is empty; set one of its fields, or releases")
-
-    def _acquire(self, stream_id: str, acquire: leases_pb2.AcquireLease, now_ms: int) -> None:
-        result: leases_pb2.LeaseGrant | RollmeshError | None
-        try:
-            result = self._table.acquire(stream_id, acquire, now_ms=now_ms)
-        except RollmeshError as error:
-            if acquire.wait_ms and isinstance(error, EnginesBusyError):
-                metrics.QUEUE_REFUSALS.labels("full").inc()
-            result = error
-        if result is None:
-            self._set_timer(self._table.due_ms(now_ms), now_ms)
-        else:
-            self._answer(stream_id, acquire.lease_id, result)
-            _trace(acquire.traceparent, result, 0)
-
-    def _restate(self, stream_id: str, stated: leases_pb2.Restatement, now_ms: int) -> None:
-        ids = sum(len(one.lease_ids) + len(one.sessions) for one in stated.engines)
-        if ids > _MOST_RESTATED or len(stated.engines) > _MOST_RESTATED:
-            raise InvalidFieldError(
-                "restate.engines",
-                f"has {ids} leases and sessions; give at most {_MOST_RESTATED} in one message",
-            )
-        self._table.restate(stream_id, stated.engines, now_ms=now_ms)
-        self._set_timer(self._table.due_ms(now_ms), now_ms)
-
-    def _release(self, stream_id: str, release: leases_pb2.ReleaseLease, now_ms: int) -> None:
-        if release.engine_fault:
-            fault = release.engine_fault[:_MAX_FAULT_CHARS]
-            engine = self._table.report_fault(stream_id, release.lease_id, fault)
-            if engine is not None:
-                metrics.FAULTS.inc()
-                _log.error(
-                    "engine out of service" if engine.fault else "engine reported by one gateway",
-                    extra=fields(
-                        engine=engine.engine_id, fault=fault, gateways=sorted(engine.reports)
-                    ),
-                )
-        self._table.release(stream_id, release.lease_id, release.outcome, now_ms=now_ms)
-
-    def _step(self, now_ms: int) -> None:
-        """Ends the waits that can end now, and sets the timer for the next."""
-        for ended in self._table.end_waits(now_ms):
-            metrics.WAITED_SECONDS.observe(ended.waited_ms / 1000)
-            if isinstance(ended.result, RollmeshError):
-                metrics.QUEUE_REFUSALS.labels("deadline").inc()
-            self._answer(ended.stream_id, ended.lease_id, ended.result)
-            _trace(ended.traceparent, ended.result, ended.waited_ms)
-        self._set_timer(self._table.due_ms(now_ms), now_ms)
-
-    def _answer(
-        self, stream_id: str, lease_id: str, result: leases_pb2.LeaseGrant | RollmeshError
-    ) -> None:
-        response = leases_pb2.DispatchResponse(lease_id=lease_id)
-        if isinstance(result, RollmeshError):
-            metrics.LEASE_REQUESTS.labels(result.reason.lower()).inc()
-            response.refusal.CopyFrom(to_status(result))
-        else:
-            metrics.GRANTED.inc()
-            response.grant.CopyFrom(result)
-        self._send(stream_id, response)
-
-    def _send(self, stream_id: str, response: leases_pb2.DispatchResponse) -> None:
-        outbox = self._outboxes.get(stream_id)
-        if outbox is not None and not outbox.send(response):
-            _log.warning("gateway does not read its responses", extra=fields(stream=stream_id))
-            unread = f"{_MAX_UNREAD} responses are unread; read them"
-            self._end(stream_id, OverloadedError(unread, retry_delay_ms=_RETRY_MS))
-
     def _end(self, stream_id: str, error: RollmeshError) -> None:
-        """Ends a stream with an error."""
+        """Ends a stream now, with an error."""
         outbox = self._outboxes[stream_id]
         self._close(stream_id)
-        outbox.discard(error)
+        while not outbox.responses.empty():
+            outbox.responses.get_nowait()
+        outbox.error = error
+        outbox.responses.put_nowait(None)
 
     def _close(self, stream_id: str) -> None:
         """Closes a stream and frees its leases."""
@@ -283,19 +280,6 @@ class Dispatch:
     def _tick(self) -> None:
         self._timer = self._due_ms = None
         self._step(clock.monotonic_ms())
-
-
-def _trace(traceparent: str, result: leases_pb2.LeaseGrant | RollmeshError, waited_ms: int) -> None:
-    """Records the span of a request for a lease, which has been answered."""
-    if not traceparent or not tracing.is_on():
-        return
-    attributes: dict[str, object] = {genai.QUEUE_MS: waited_ms}
-    error = result.reason if isinstance(result, RollmeshError) else ""
-    if not isinstance(result, RollmeshError):
-        attributes[genai.ENGINE_ID] = result.engine_id
-    tracing.child(
-        "lease", "server", tracing.place_of(traceparent), waited_ms, attributes, error=error
-    )
 
 
 def _log_circuit(engine: Engine) -> None:

@@ -148,6 +148,8 @@ class Engine:
     """Sequence number of its last pick, so that ties rotate."""
     number: int = 0
     """Numbers grow in the order in which engines were added."""
+    given_up_ms: int = 0
+    """Of an engine that has yet to register: when it is not awaited any longer."""
 
     @property
     def leases(self) -> int:
@@ -164,12 +166,6 @@ class Engine:
         """Rank for a pick, unique: paused ones last, then by sessions, leases and last pick."""
         busy = len(self.held) + self.elsewhere
         return self.paused, len(self.sessions), busy, self.last_picked, self.number
-
-    def book(self, lease: Lease) -> None:
-        """Takes a slot."""
-        self.held.add(lease)
-        self.turns[lease.adapter] += 1
-        self.most_held = max(self.most_held, len(self.held))
 
     def report(self, generations: int) -> None:
         """Takes the reported number of running and waiting generations.
@@ -256,8 +252,10 @@ class Pool:
         self.sessions = 0
         """Number of sessions on these engines."""
         self._ranking: Ranking[Engine, tuple[int, ...]] = Ranking()  # those with a slot
-        self._changed: set[Engine] = set()
-        self._freed_ms: deque[int] = deque(maxlen=_FREED)
+        self.changed: set[Engine] = set()
+        """Engines that are ranked again before the next pick."""
+        self.freed_ms: deque[int] = deque(maxlen=_FREED)
+        """When the last leases on these engines ended."""
 
     def admit(self, engine: Engine, *, in_service: bool) -> None:
         """Adds an engine that fits and is in service, and removes any other."""
@@ -270,16 +268,10 @@ class Pool:
             self.engines.remove(engine)
             self.sessions -= len(engine.sessions)
         if wanted:
-            self._changed.add(engine)
+            self.changed.add(engine)
         else:
-            self._changed.discard(engine)  # it may have left for good
+            self.changed.discard(engine)  # it may have left for good
             self._ranking.discard(engine)
-
-    def touch(self, engine: Engine, sessions: int = 0) -> None:
-        """Records a change of an engine, and by how many its sessions changed."""
-        if engine in self.engines:
-            self.sessions += sessions
-            self._changed.add(engine)
 
     def has_slot(self, engine: Engine) -> bool:
         """Returns whether an engine can take one more lease, within the share of the adapter."""
@@ -288,29 +280,25 @@ class Pool:
         most = max(int(self.share * engine.capacity), 1)
         return engine.has_slot and engine.turns[self.adapter[0]] < most
 
-    def freed(self, now_ms: int) -> None:
-        """Records the end of a lease on one of the engines."""
-        self._freed_ms.append(now_ms)
-
     def delay_ms(self, waiting: int, now_ms: int) -> int:
         """Estimates how long one more request would wait, milliseconds.
 
         As many slots as there are waiting requests must become free, and one more, at the pace of
         the last 64 releases. Time without a release slows the pace down.
         """
-        if not self._freed_ms:
+        if not self.freed_ms:
             return _UNKNOWN_MS
-        per_slot = (now_ms - self._freed_ms[0]) / len(self._freed_ms)
+        per_slot = (now_ms - self.freed_ms[0]) / len(self.freed_ms)
         return round(min(max((waiting + 1) * per_slot, _LEAST_MS), _MOST_MS))
 
     def first(self, besides: frozenset[Engine]) -> Engine | None:
         """Returns the first engine with a slot, a paused one if no other has one."""
-        for engine in self._changed:
+        for engine in self.changed:
             if self.has_slot(engine):
                 self._ranking.set(engine, engine.rank)
             else:
                 self._ranking.discard(engine)
-        self._changed.clear()
+        self.changed.clear()
         return self._ranking.first(besides)
 
 
@@ -323,14 +311,6 @@ class Choice:
     """Engines that failed its turn."""
     distrusted: frozenset[Engine] = NO_ENGINES
     """Engines that its gateway reported for an impossible answer, or cannot reach."""
-
-    def __contains__(self, engine: object) -> bool:
-        if engine not in self.pool.engines or engine in self.left_out:
-            return False
-        assert isinstance(engine, Engine)
-        if engine.paused and (first := self.first()) is not None and not first.paused:
-            return False
-        return self.pool.has_slot(engine)
 
     @property
     def left_out(self) -> frozenset[Engine]:
@@ -373,13 +353,18 @@ class Choice:
         engines for a moment. A sleeping engine is never a candidate, and the request waits in the
         router until it wakes up.
         """
+        left_out, pool = self.left_out, self.pool
         for wanted in (placed, sibling):
-            if wanted is None or wanted not in self:
+            if wanted is None or wanted not in pool.engines or wanted in left_out:
+                continue
+            if not pool.has_slot(wanted):
+                continue
+            if wanted.paused and (first := pool.first(left_out)) is not None and not first.paused:
                 continue
             held, mean = len(wanted.sessions), self.mean_sessions
             if held <= _IMBALANCE_FACTOR * mean or held - mean < imbalance_margin:
                 return wanted
-        return self.first()
+        return pool.first(left_out)
 
 
 _MOST_EXPLAINED = 3
@@ -402,32 +387,24 @@ class Fleet:
         self.on_offer: Callable[[str], None] = ignore
         """Called with a model after the weights changed that its engines may hold."""
         self._weights: dict[str, tuple[Target | None, Target | None]] = {}  # target and offer
-        self._models: dict[str, dict[Engine, None]] = {}
+        self.models: dict[str, dict[Engine, None]] = {}
+        """The engines of each model, in the order in which they were added."""
         self._pools: dict[tuple[_Kind, Revision | None], Pool] = {}
         self._retained: dict[str, frozenset[Revision]] = {}  # adapters by model
-        self._opened: set[Engine] = set()
+        self.opened: set[Engine] = set()
+        """The engines whose circuit is open."""
         self._added = itertools.count(1)
-
-    @property
-    def models(self) -> Collection[str]:
-        """The models of all engines."""
-        return self._models.keys()
 
     @property
     def pools(self) -> Collection[Pool]:
         """The pools of the connected gateways."""
         return self._pools.values()
 
-    @property
-    def open_circuits(self) -> int:
-        """Number of engines whose circuit is open."""
-        return len(self._opened)
-
     def add(self, engine: Engine) -> None:
         """Adds an engine. No engine has its id."""
         engine.number = next(self._added)
         self.engines[engine.engine_id] = engine
-        self._models.setdefault(engine.model, {})[engine] = None
+        self.models.setdefault(engine.model, {})[engine] = None
         self.changed(engine)
 
     def remove(self, engine_id: str) -> Engine | None:
@@ -435,11 +412,11 @@ class Fleet:
         engine = self.engines.pop(engine_id, None)
         if engine is None:
             return None
-        own = self._models[engine.model]
+        own = self.models[engine.model]
         del own[engine]
         if not own:
-            del self._models[engine.model]
-        self._opened.discard(engine)
+            del self.models[engine.model]
+        self.opened.discard(engine)
         for pool in self._pools.values():
             pool.admit(engine, in_service=False)
         self.on_change()
@@ -461,20 +438,16 @@ class Fleet:
         if self.engines.get(engine.engine_id) is not engine:
             return
         is_open = engine.circuit.state == router_pb2.CIRCUIT_STATE_OPEN
-        (self._opened.add if is_open else self._opened.discard)(engine)
+        (self.opened.add if is_open else self.opened.discard)(engine)
         self.changed(engine)
         self.on_circuit(engine)
 
     def half_open(self, now_ms: int) -> None:
         """Half-opens the circuits that were open for long enough."""
-        for engine in tuple(self._opened):
+        for engine in tuple(self.opened):
             if engine.circuit.until_ms <= now_ms:
                 engine.circuit.half_open()
                 self.circuit_changed(engine)
-
-    def half_opens_ms(self) -> int | None:
-        """Returns when the next circuit half-opens, or None if none is open."""
-        return min(one.circuit.until_ms for one in self._opened) if self._opened else None
 
     def aim(self, model: str, target: Target | None, offered: Target | None) -> None:
         """Sets the weights that the engines of a model must hold to be leased.
@@ -487,7 +460,7 @@ class Fleet:
         self._weights.pop(model, None)
         if target is not None or offered is not None:
             self._weights[model] = target, offered
-        for engine in self._models.get(model, ()):
+        for engine in self.models.get(model, ()):
             self.changed(engine)
         self.on_offer(model)
 
@@ -506,7 +479,7 @@ class Fleet:
 
     def of_model(self, model: str) -> list[Engine]:
         """Returns the engines of a model. An empty name means all models."""
-        return list(self._models.get(model, ()) if model else self.engines.values())
+        return list(self.models.get(model, ()) if model else self.engines.values())
 
     def join(self, gateway: leases_pb2.DispatchHello) -> Pool:
         """Returns the pool of a gateway that has connected."""
@@ -554,13 +527,15 @@ class Fleet:
     def touch(self, engine: Engine, sessions: int = 0) -> None:
         """Records a change of an engine's leases, and by how many its sessions changed."""
         for pool in self._pools.values():
-            pool.touch(engine, sessions)
+            if engine in pool.engines:
+                pool.sessions += sessions
+                pool.changed.add(engine)
 
     def freed(self, engine: Engine, now_ms: int) -> None:
         """Records the end of a turn on an engine."""
         for pool in self._pools.values():
             if engine in pool.engines:
-                pool.freed(now_ms)
+                pool.freed_ms.append(now_ms)
 
     def fenced(self, engine: Engine) -> bool:
         """Returns whether an engine is fenced: it does not hold the target weights of its model.

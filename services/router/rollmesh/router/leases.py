@@ -190,7 +190,8 @@ class Queue:
 
     def __init__(self) -> None:
         self._round = 0
-        self._lines: dict[Choice | Engine, _Line] = {}
+        self.lines: dict[Choice | Engine, _Line] = {}
+        """By the slots that their requests wait for."""
         self._deadlines: Ranking[Request, tuple[int, int]] = Ranking()
 
     def __len__(self) -> int:
@@ -199,18 +200,18 @@ class Queue:
     def add(self, request: Request) -> None:
         """Adds a request."""
         self._deadlines.set(request, (request.deadline_ms, request.number))
-        if request.slots not in self._lines:
-            self._lines[request.slots] = _Line(self._round)
-        self._lines[request.slots].add(request)
+        if request.slots not in self.lines:
+            self.lines[request.slots] = _Line(self._round)
+        self.lines[request.slots].add(request)
 
     def remove(self, request: Request, *, served: bool = False) -> None:
         """Removes a request. `served` says that it gets a slot."""
         self._deadlines.discard(request)
-        line = self._lines[request.slots]
+        line = self.lines[request.slots]
         line.remove(request, served=served)
         self._round = max(self._round, line.round)
         if not line.requests:
-            del self._lines[request.slots]
+            del self.lines[request.slots]
 
     def change(self, request: Request, choice: Choice) -> None:
         """Lets a request wait for other slots."""
@@ -247,11 +248,6 @@ class Queue:
             found += itertools.takewhile(lambda one: one.asked_ms + _PATIENCE_MS <= now_ms, line)
         return found
 
-    def waiting_for(self, slots: Choice | Engine) -> tuple[Request, ...]:
-        """Returns the requests that wait for some slots, oldest first."""
-        line = self._lines.get(slots)
-        return () if line is None else tuple(line.requests)
-
     def ahead(self, pool: Pool) -> int:
         """Returns the number of requests that wait for engines of a pool."""
         return sum(len(line.requests) for one, line in self._choices() if one.pool is pool)
@@ -262,7 +258,7 @@ class Queue:
         return [line.requests for one, line in lines if one.excluded and not one.fitting]
 
     def _choices(self) -> list[tuple[Choice, _Line]]:
-        return [(one, line) for one, line in self._lines.items() if isinstance(one, Choice)]
+        return [(one, line) for one, line in self.lines.items() if isinstance(one, Choice)]
 
 
 AWAITED_MS = 5_000
@@ -334,7 +330,7 @@ class LeaseTable:
         self._latest: dict[tuple[str, str], Stream] = {}  # by gateway and process
         self._sessions: dict[str, Session] = {}
         self._groups: dict[str, dict[str, None]] = {}  # group -> sessions, oldest first
-        self._awaited: dict[str, tuple[int, Engine]] = {}  # id -> end of its time, in that order
+        self._awaited: dict[str, Engine] = {}  # by id, in the order of the ends of their times
         self._queue = Queue()
         self._queue_limit = queue_limit
         self._imbalance_margin = imbalance_margin
@@ -354,13 +350,13 @@ class LeaseTable:
         The state of an earlier engine with the same id is dropped.
         """
         self.remove_engine(engine.engine_id)
-        _, former = self._awaited.pop(engine.engine_id, (0, None))
-        if former is not None:
+        if (former := self._awaited.pop(engine.engine_id, None)) is not None:
             engine.fault, engine.reports = former.fault, former.reports
             self.judge(former, is_gone=True)
             for lease in former.held:
                 lease.engine, lease.epoch = engine, engine.circuit.epoch
-                engine.book(lease)
+            engine.held, engine.turns = former.held, former.turns
+            engine.most_held = max(engine.most_held, len(former.held))
             engine.elsewhere = max(0, engine.elsewhere - len(former.held))
             for session_id in former.sessions:
                 self._sessions[session_id].engine = engine
@@ -406,10 +402,9 @@ class LeaseTable:
                 f"{former.hello.stream_number} of this process is open; count up"
             )
         stream = Stream(stream_id, gateway, self.fleet.join(gateway))
-        known = [*self.engines.values(), *(one for _, one in self._awaited.values())]
-        stream.distrusted = frozenset(
-            one for one in known if why_distrusted(one, gateway.gateway_id)
-        )
+        known = [*self.engines.values(), *self._awaited.values()]
+        distrusted = [one for one in known if why_distrusted(one, gateway.gateway_id)]
+        stream.distrusted = frozenset(distrusted)
         self.streams[stream_id] = stream
         if gateway.instance_id:
             self._latest[process] = stream
@@ -436,9 +431,9 @@ class LeaseTable:
         for session_id in tuple(stream.sessions):
             self.forget(session_id)
         self.fleet.leave(stream.pool)
-        for engine_id, (_, engine) in tuple(self._awaited.items()):
+        for engine in tuple(self._awaited.values()):
             if not (engine.held or engine.sessions):
-                self._give_up(engine_id)
+                self._give_up(engine)
 
     def restate(
         self, stream_id: str, holdings: Iterable[leases_pb2.EngineHoldings], *, now_ms: int = 0
@@ -450,9 +445,13 @@ class LeaseTable:
         """
         stream = self.streams[stream_id]
         for stated in holdings:
-            engine = self.engines.get(stated.engine_id) or self._await(stated.engine_id, now_ms)
+            id_ = stated.engine_id
+            engine = self.engines.get(id_) or self._awaited.get(id_)
             if engine is None:
-                continue
+                if len(self._awaited) >= _MOST_AWAITED:
+                    continue
+                engine = self._awaited[id_] = Engine(id_, "", "", 0)
+                engine.given_up_ms = now_ms + self._awaited_ms
             leases = itertools.zip_longest(stated.lease_ids, stated.adapters, fillvalue="")
             for lease_id, adapter in leases:
                 if lease_id and lease_id not in stream.leases and lease_id not in stream.waiting:
@@ -494,7 +493,7 @@ class LeaseTable:
         pool = stream.pool
         if asked.HasField("adapter"):
             pool = self.fleet.holding(pool, (asked.adapter.name, asked.adapter.version))
-        left_out = frozenset(self.engines[one] for one in excluded if one in self.engines)
+        left_out = frozenset(filter(None, map(self.engines.get, excluded)))
         request = Request(
             number=next(self._asked),
             session_id=session_id,
@@ -507,10 +506,12 @@ class LeaseTable:
             last_ms=now_ms + max(wait_ms, asked.suspended_wait_ms),
             traceparent=asked.traceparent,
         )
-        self.fleet.half_open(now_ms)
+        if self.fleet.opened:
+            self.fleet.half_open(now_ms)
         if wait_ms and self._awaited and (session := self._sessions.get(session_id)) is not None:
             placed = session.engine
-            if placed and self._is_awaited(placed) and placed.engine_id not in excluded:
+            is_awaited = placed and self._awaited.get(placed.engine_id) is placed
+            if placed and is_awaited and placed.engine_id not in excluded:
                 request.awaited = placed
         if request.awaited is None and (grant := self._grant(request)) is not None:
             return grant
@@ -577,11 +578,15 @@ class LeaseTable:
 
         At most 256 waits end in one step.
         """
-        self.fleet.half_open(now_ms)
-        while self._awaited and self._given_up_ms() <= now_ms:
-            self._give_up(next(iter(self._awaited)))
+        if self.fleet.opened:
+            self.fleet.half_open(now_ms)
+        while self._awaited:
+            first_awaited = next(iter(self._awaited.values()))
+            if first_awaited.given_up_ms > now_ms:
+                break
+            self._give_up(first_awaited)
         ended: list[EndedWait] = []
-        if not self.waiting:
+        if not self._queue.lines:
             return ended
         for request in self._queue.impatient(now_ms):
             self._readmit(request)
@@ -595,11 +600,11 @@ class LeaseTable:
     def due_ms(self, now_ms: int) -> int | None:
         """Returns when `end_waits` has something to do, or None if that takes another event."""
         due = []
-        if (half_opens_ms := self.fleet.half_opens_ms()) is not None:
-            due.append(half_opens_ms)
+        if self.fleet.opened:
+            due.append(min(one.circuit.until_ms for one in self.fleet.opened))
         if self._awaited:
-            due.append(self._given_up_ms())
-        if self.waiting:
+            due.append(next(iter(self._awaited.values())).given_up_ms)
+        if self._queue.lines:
             due.append(now_ms if self._queue.next() is not None else self._queue.due_ms())
         return min(due, default=None)
 
@@ -636,7 +641,9 @@ class LeaseTable:
     ) -> None:
         lease = Lease(stream.stream_id, lease_id, engine, epoch, adapter)
         stream.leases[lease_id] = lease
-        engine.book(lease)
+        engine.held.add(lease)
+        engine.turns[adapter] += 1
+        engine.most_held = max(engine.most_held, len(engine.held))
         self.leases += 1
 
     def _free(
@@ -752,34 +759,18 @@ class LeaseTable:
             if not siblings:
                 del self._groups[session.group_id]
 
-    def _await(self, engine_id: str, now_ms: int) -> Engine | None:
-        """Returns an engine that is awaited from now on, or None if there are too many."""
-        _, engine = self._awaited.get(engine_id, (0, None))
-        if engine is None and len(self._awaited) < _MOST_AWAITED:
-            engine = Engine(engine_id, "", "", 0)
-            self._awaited[engine_id] = now_ms + self._awaited_ms, engine
-        return engine
-
-    def _is_awaited(self, engine: Engine) -> bool:
-        _, awaited = self._awaited.get(engine.engine_id, (0, None))
-        return awaited is engine
-
-    def _given_up_ms(self) -> int:
-        """Returns when the time of the first awaited engine is over."""
-        until_ms, _ = next(iter(self._awaited.values()))
-        return until_ms
-
-    def _give_up(self, engine_id: str) -> None:
+    def _give_up(self, engine: Engine) -> None:
         """Gives up an engine that did not register in time."""
-        _, engine = self._awaited.pop(engine_id)
+        del self._awaited[engine.engine_id]
         self.on_absent(engine)
         self._empty(engine)
         self._await_no_longer(engine)
 
     def _await_no_longer(self, engine: Engine) -> None:
         """Lets requests that waited for an engine to register wait for slots."""
-        for request in self._queue.waiting_for(engine):
-            self._queue.change(request, request.choice)
+        if (line := self._queue.lines.get(engine)) is not None:
+            for request in tuple(line.requests):
+                self._queue.change(request, request.choice)
 
     def _empty(self, engine: Engine) -> None:
         """Ends the leases of an engine that is gone, and leaves its sessions without one."""

@@ -68,4 +68,4 @@ def watch(table: LeaseTable) -> None:
     SESSIONS.set_function(lambda: table.sessions)
     QUEUE.set_function(lambda: table.waiting)
     PROLONGED.set_function(lambda: table.prolonged)
-    OPEN_CIRCUITS.set_function(lambda: table.fleet.open_circuits)
+    OPEN_CIRCUITS.set_function(lambda: len(table.fleet.opened))

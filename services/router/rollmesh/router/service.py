@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import grpc
 
 from rollmesh.internal.v1 import (
-    leases_pb2,
     leases_pb2_grpc,
     members_pb2,
     members_pb2_grpc,
@@ -67,7 +66,6 @@ _NEEDED = {
 class RouterService(
     router_pb2_grpc.RouterServiceServicer,
     members_pb2_grpc.MembershipServiceServicer,
-    leases_pb2_grpc.LeaseServiceServicer,
 ):
     """One router process. Its state is built from its members' reports.
 
@@ -101,7 +99,7 @@ class RouterService(
         self._pushes = Pushes(self._models, config)
         self._tunnels = Tunnels()
         self._router_id = uuid.uuid4().hex
-        self._dispatch = Dispatch(self.table, self._router_id)
+        self.dispatch = Dispatch(self.table, self._router_id)
         self._repeats = Repeats()
         self._writes = 0
         """Number of running pushes and control calls, which need the members."""
@@ -111,7 +109,7 @@ class RouterService(
         """Adds the services."""
         router_pb2_grpc.add_RouterServiceServicer_to_server(self, server)
         members_pb2_grpc.add_MembershipServiceServicer_to_server(self, server)
-        leases_pb2_grpc.add_LeaseServiceServicer_to_server(self, server)
+        leases_pb2_grpc.add_LeaseServiceServicer_to_server(self.dispatch, server)
         peers_pb2_grpc.add_PeerServiceServicer_to_server(self._pushes.peers, server)
         tunnels_pb2_grpc.add_TunnelServiceServicer_to_server(self._tunnels, server)
 
@@ -122,7 +120,7 @@ class RouterService(
         Raises:
             StoreError: The folder of weights cannot be read or written.
         """
-        async with self._pushes.running(), self._dispatch.running(), asyncio.TaskGroup() as tasks:
+        async with self._pushes.running(), self.dispatch.running(), asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(self._members.watch())
             try:
                 yield
@@ -147,14 +145,15 @@ class RouterService(
         if self._drains and not self._writes and not self._ended:
             self._ended = True
             self._members.end(_shutting_down())
-            self._dispatch.end(_shutting_down())
+            self.dispatch.end(_shutting_down())
             self._tunnels.end()
 
     async def Register(
         self, request_iterator: AsyncIterator[members_pb2.RegisterRequest], context: Context
     ) -> AsyncIterator[members_pb2.RegisterResponse]:
         first = await anext(request_iterator, None)
-        self._check_open()
+        if self._ended:
+            raise _shutting_down()
         member = await self._members.join(_checked_hello(first))
         engine = self._add_engine(member.hello)
         try:
@@ -178,9 +177,9 @@ class RouterService(
                         )
         except DeadlineError:  # it fell silent
             if engine is not None:
-                self._dispatch.warn_of_silence(engine)
+                self.dispatch.warn_of_silence(engine)
             if member.hello.kind == router_pb2.REPLICA_KIND_GATEWAY:
-                self._dispatch.end_streams(member.hello.replica_id)
+                self.dispatch.end_streams(member.hello.replica_id)
             raise
         finally:
             self._members.leave(member)
@@ -188,17 +187,6 @@ class RouterService(
                 self._pushes.gone(engine)
                 if self.table.engines.get(engine.engine_id) is engine:
                     self.table.remove_engine(engine.engine_id)
-
-    async def Dispatch(
-        self, request_iterator: AsyncIterator[leases_pb2.DispatchRequest], context: Context
-    ) -> AsyncIterator[leases_pb2.DispatchResponse]:
-        first = await anext(request_iterator, None)
-        if first is None or not first.HasField("hello"):
-            raise InvalidFieldError("hello", "is missing; send it in the first message")
-        self._check_open()
-        async with aclosing(self._dispatch.serve(first.hello, request_iterator)) as responses:
-            async for response in responses:
-                yield response
 
     async def PlaceSession(
         self, request: router_pb2.PlaceSessionRequest, context: Context
@@ -349,10 +337,6 @@ class RouterService(
         finally:
             self._writes -= 1
             self._end_if_idle()
-
-    def _check_open(self) -> None:
-        if self._ended:
-            raise _shutting_down()
 
     def _add_engine(self, hello: router_pb2.ReplicaHello) -> Engine | None:
         if hello.kind != router_pb2.REPLICA_KIND_ENGINE:
