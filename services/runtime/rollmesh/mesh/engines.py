@@ -5,6 +5,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -25,6 +26,7 @@ _SHARED_BYTES = 1024 * 1024
 """Maximum size of a message with several requests. A larger request has one to itself."""
 
 
+@dataclass(slots=True, eq=False)
 class Answer:
     """The messages of one generation, as they arrive.
 
@@ -32,23 +34,17 @@ class Answer:
     tokens that were requested.
     """
 
-    def __init__(self, request_id: str, most: int, abort: Callable[[], None]) -> None:
-        """Starts without messages.
-
-        Args:
-            request_id: Id of the generation.
-            most: Maximum number of messages. 0 sets none.
-            abort: Has the engine end the generation with the tokens sampled so far.
-        """
-        self.request_id = request_id
-        self._messages: deque[engine_pb2.TokenChunk | RollmeshError] = deque()
-        self._most = most
-        self._reader: asyncio.Future[None] | None = None
-        self.abort = abort
-        self.is_taken = False
-        """Whether the engine has the request."""
-        self.heard_ms = clock.monotonic_ms()
-        """When the engine last spoke of it, on the monotonic clock."""
+    request_id: str
+    most: int
+    """Maximum number of messages. 0 sets none."""
+    abort: Callable[[], None]
+    """Has the engine end the generation with the tokens sampled so far."""
+    is_taken: bool = False
+    """Whether the engine has the request."""
+    heard_ms: int = field(default_factory=clock.monotonic_ms)
+    """When the engine last spoke of it, on the monotonic clock."""
+    _messages: deque[engine_pb2.TokenChunk | RollmeshError] = field(default_factory=deque)
+    _reader: asyncio.Future[None] | None = None
 
     async def next(self) -> engine_pb2.TokenChunk:
         """Returns the next message. The one with the finish is the last.
@@ -69,7 +65,7 @@ class Answer:
     def put(self, message: engine_pb2.TokenChunk | RollmeshError) -> None:
         """Adds a message, or the error that ends the generation."""
         self.heard_ms = clock.monotonic_ms()
-        if self._most and len(self._messages) >= self._most:
+        if self.most and len(self._messages) >= self.most:
             self._messages.popleft()
             message = EngineFaultError("the engine sent more messages than tokens were requested")
         self._messages.append(message)
@@ -103,7 +99,8 @@ class EngineClient:
         self._outgoing: deque[engine_pb2.GenerationsRequest] = deque()
         self._outgoing_bytes = 0  # of the last message, approximately
         self._has_outgoing = asyncio.Event()
-        self._suspected = asyncio.Event()
+        self.suspected = asyncio.Event()
+        """Set to have the engine asked at once: it may stand still."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     @contextmanager
@@ -121,9 +118,15 @@ class EngineClient:
             images: Bytes of its images by hash. Each is sent to an engine once.
         """
         generate, number = request.generate, next(self._numbers)
-        self.images.fill(generate.images, images)
+        if generate.images:
+            self.images.fill(generate.images, images)
         most = generate.sampling.max_tokens
-        answer = Answer(generate.request_id, most and most + 2, lambda: self._abort(number))
+
+        def abort() -> None:
+            if number in self._answers:
+                self._message().abort.append(number)
+
+        answer = Answer(generate.request_id, most and most + 2, abort)
         begin = self._message(request.ByteSize()).begin.add(
             number=number,
             timeout_ms=min(timeout_ms, _MOST_MS),
@@ -138,20 +141,12 @@ class EngineClient:
             if self._answers.pop(number, None) is not None:
                 self._message().drop.append(number)
 
-    def suspect(self) -> None:
-        """Has the engine asked at once: it may stand still."""
-        self._suspected.set()
-
     async def close(self) -> None:
         """Ends the stream and closes the channel."""
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
         await self._channel.close()  # the task may not have begun
-
-    def _abort(self, number: int) -> None:
-        if number in self._answers:
-            self._message().abort.append(number)
 
     def _message(self, size: int = 0) -> engine_pb2.GenerationsRequest:
         """Returns the message to which something of a size, in bytes, is added. It is sent soon."""
@@ -171,7 +166,19 @@ class EngineClient:
             async with aclosing(read_stream(call)) as messages:
                 async for message in messages:
                     for frame in message.frames:
-                        self._take(frame)
+                        answer = self._answers.get(frame.number)
+                        if answer is None:  # its reader has left
+                            continue
+                        match frame.WhichOneof("frame"):
+                            case "taken":
+                                answer.is_taken, answer.heard_ms = True, clock.monotonic_ms()
+                            case "answer":
+                                if frame.answer.HasField("finish"):
+                                    del self._answers[frame.number]
+                                answer.put(frame.answer)
+                            case "error":
+                                del self._answers[frame.number]
+                                answer.put(from_status(frame.error))
         except RemoteError as failure:
             is_old = failure.code == "UNIMPLEMENTED"
             error = EngineFaultError(_TOO_OLD, spoils_tokens=False) if is_old else failure
@@ -206,23 +213,6 @@ class EngineClient:
                 except (grpc.RpcError, asyncio.InvalidStateError):
                     return  # the reader learns why
 
-    def _take(self, frame: engine_pb2.GenerationFrame) -> None:
-        answer = self._answers.get(frame.number)
-        if answer is None:  # its reader has left
-            return
-        match frame.WhichOneof("frame"):
-            case "taken":
-                answer.is_taken, answer.heard_ms = True, clock.monotonic_ms()
-            case "answer":
-                if frame.answer.HasField("finish"):
-                    del self._answers[frame.number]
-                answer.put(frame.answer)
-            case "error":
-                del self._answers[frame.number]
-                answer.put(from_status(frame.error))
-            case _:
-                pass
-
     async def _watch(self) -> None:
         """Asks the engine why it is silent about generations, and ends those without a reason.
 
@@ -233,37 +223,38 @@ class EngineClient:
             oldest_ms = min((one.heard_ms for one in self._answers.values()), default=now_ms)
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(oldest_ms + self._stall_ms - now_ms, 0) / 1000):
-                    await self._suspected.wait()
-            suspected = self._suspected.is_set()
-            self._suspected.clear()
+                    await self.suspected.wait()
+            suspected = self.suspected.is_set()
+            self.suspected.clear()
             since_ms = clock.monotonic_ms() - (0 if suspected else self._stall_ms)
             silent = {
                 n: one.heard_ms for n, one in self._answers.items() if one.heard_ms <= since_ms
             }
             dead: EngineDeadError | None = None
             for number, heard_ms in silent.items():
-                if self._is_silent_since(number, heard_ms):
-                    error = dead or await self._why_silent(number, suspected=suspected)
-                    if self._is_silent_since(number, heard_ms):
-                        self._judge(number, error)
-                    if isinstance(error, EngineDeadError):
-                        dead = error  # for the other generations too
-                    elif suspected:
-                        break
+                answer = self._answers.get(number)
+                if answer is None or answer.heard_ms != heard_ms:
+                    continue
+                error = dead or await self._why_silent(answer.request_id, suspected=suspected)
+                if number in self._answers and answer.heard_ms == heard_ms:
+                    if error is None:
+                        answer.heard_ms = clock.monotonic_ms()
+                    else:
+                        del self._answers[number]
+                        answer.put(error)
+                        self._message().drop.append(number)
+                if isinstance(error, EngineDeadError):
+                    dead = error  # for the other generations too
+                elif suspected:
+                    break
 
-    def _is_silent_since(self, number: int, heard_ms: int) -> bool:
-        return number in self._answers and self._answers[number].heard_ms == heard_ms
+    async def _why_silent(self, request_id: str, *, suspected: bool) -> RollmeshError | None:
+        """Returns the fault of a silent engine. None if it may be silent.
 
-    def _judge(self, number: int, error: RollmeshError | None) -> None:
-        if error is None:
-            self._answers[number].heard_ms = clock.monotonic_ms()
-            return
-        self._answers.pop(number).put(error)
-        self._message().drop.append(number)
-
-    async def _why_silent(self, number: int, *, suspected: bool) -> RollmeshError | None:
-        """Returns the fault of a silent engine. None if it may be silent."""
-        request = engine_pb2.GetInfoRequest(request_id=self._answers[number].request_id)
+        A generation may wait for long: while the engine is paused, behind others, for its own
+        prompt.
+        """
+        request = engine_pb2.GetInfoRequest(request_id=request_id)
         try:
             with typed_errors():
                 info = await self._stub.GetInfo(
@@ -271,20 +262,15 @@ class EngineClient:
                 )
         except RollmeshError as error:
             return EngineDeadError(f"the engine is silent, and cannot be asked: {error.message}")
-        fault = "" if suspected else why_faulty(info, self._stall_ms)
-        return EngineFaultError(fault, spoils_tokens=False) if fault else None
-
-
-def why_faulty(info: engine_pb2.GetInfoResponse, stall_ms: int) -> str:
-    """Returns why an engine's silence is a fault. Empty if the engine may be silent.
-
-    A generation may wait for long: while the engine is paused, behind others, for its own prompt.
-    """
-    if not info.holds_request:
-        return "the engine is silent and reports that it does not have the request"
-    if info.paused or info.sleeping or info.stuck_ms < stall_ms:
-        return ""
-    return f"the engine's model has not finished a step for {info.stuck_ms} ms"
+        if suspected:
+            return None
+        if not info.holds_request:
+            fault = "the engine is silent and reports that it does not have the request"
+        elif info.paused or info.sleeping or info.stuck_ms < self._stall_ms:
+            return None
+        else:
+            fault = f"the engine's model has not finished a step for {info.stuck_ms} ms"
+        return EngineFaultError(fault, spoils_tokens=False)
 
 
 class EngineClients:
@@ -307,18 +293,10 @@ class EngineClients:
             self._engines[address] = engine
         return engine
 
-    async def info(self, address: str) -> engine_pb2.GetInfoResponse:
-        """Returns the state of an engine."""
-        async with open_channel(address) as channel:
-            stub: engine_pb2_grpc.EngineServiceAsyncStub
-            stub = engine_pb2_grpc.EngineServiceStub(channel)
-            with typed_errors():
-                return await stub.GetInfo(engine_pb2.GetInfoRequest(), timeout=_ASK_TIMEOUT_S)
-
     def suspect(self, address: str) -> None:
         """Has an engine asked at once about the generations on it: it may stand still."""
         if (engine := self._engines.get(address)) is not None:
-            engine.suspect()
+            engine.suspected.set()
 
     async def close(self) -> None:
         """Ends all streams."""

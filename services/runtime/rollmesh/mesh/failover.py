@@ -4,13 +4,12 @@ import asyncio
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from weakref import WeakValueDictionary
 
-from rollmesh.internal.v1 import leases_pb2
 from rollmesh.mesh.engines import Answer, EngineClients
 from rollmesh.mesh.generation import Generation, Sampled, ended, newest_version, why_not_continued
 from rollmesh.mesh.leases import LeaseClient, Offered
@@ -69,10 +68,11 @@ class Suspicion:
     """One attempt to get the first token of a request."""
 
     request: engine_pb2.GenerateRequest
-    began_ms: int
-    alone: AsyncExitStack
-    """Ends its turn in quarantine. Nothing if it is not in quarantine."""
+    began_ms: int = 0
+    quarantine: asyncio.Lock | None = None
+    """Held while the request runs alone. None if it does not."""
     is_alone: bool = False
+    """Whether it ran alone in the end."""
     engine_id: str = ""
     """The engine that took the request. Empty until then."""
     is_answered: bool = False
@@ -89,8 +89,8 @@ class Suspects:
     def __len__(self) -> int:
         return len(self._records)
 
-    @asynccontextmanager
-    async def attempt(self, request: engine_pb2.GenerateRequest) -> AsyncIterator[Suspicion]:
+    @contextmanager
+    def attempt(self, request: engine_pb2.GenerateRequest) -> Iterator[Suspicion]:
         """Runs one attempt at a request.
 
         The caller calls `isolate` when it has a lease, sets `engine_id` when the engine has taken
@@ -99,17 +99,18 @@ class Suspects:
         Raises:
             PoisonRequestError: The request is poison.
         """
-        self._deaths(request)  # refuses it if it is poison
-        async with AsyncExitStack() as alone:
-            attempt = Suspicion(request, clock.monotonic_ms(), alone)
-            try:
-                yield attempt
-            except (EngineDeadError, EngineFaultError, RemoteError) as error:
-                if attempt.engine_id and not attempt.is_answered and _is_lost(error):
-                    refusal = self._died(attempt)
-                    if refusal is not None:
-                        raise refusal from error
-                raise
+        if self._records:
+            self._deaths(request)  # refuses it if it is poison
+        attempt = Suspicion(request)
+        try:
+            yield attempt
+        except (EngineDeadError, EngineFaultError, RemoteError) as error:
+            if attempt.engine_id and not attempt.is_answered and _is_lost(error):
+                self._died(attempt, error)
+            raise
+        finally:
+            if attempt.quarantine is not None:
+                attempt.quarantine.release()
 
     async def isolate(self, attempt: Suspicion, within_ms: int) -> None:
         """Waits until the request of an attempt may run: alone, if it is in quarantine.
@@ -119,30 +120,33 @@ class Suspects:
             EnginesBusyError: Other requests in quarantine ran for that long.
         """
         attempt.began_ms = clock.monotonic_ms()
-        if self._deaths(attempt.request) < _QUARANTINED:
+        if not self._records or self._deaths(attempt.request) < _QUARANTINED:
             return
-        model = attempt.request.model
-        quarantine = self._quarantines.setdefault(model, asyncio.Lock())
+        quarantine = self._quarantines.setdefault(attempt.request.model, asyncio.Lock())
         try:
             async with asyncio.timeout(within_ms / 1000):
-                await attempt.alone.enter_async_context(quarantine)
+                await quarantine.acquire()
         except TimeoutError as error:
             raise EnginesBusyError(
                 "engines died of this request and of others, which run one at a time until their "
                 f"first tokens; its turn did not come within {within_ms} ms, try again",
                 retry_delay_ms=_RETRY_MS,
             ) from error
-        attempt.is_alone = self._deaths(attempt.request) >= _QUARANTINED  # or cleared meanwhile
-        if not attempt.is_alone:
-            await attempt.alone.aclose()
+        attempt.quarantine = quarantine
+        attempt.is_alone = self._deaths(attempt.request) >= _QUARANTINED
+        if not attempt.is_alone:  # it was cleared meanwhile
+            quarantine.release()
+            attempt.quarantine = None
         attempt.began_ms = clock.monotonic_ms()
 
-    async def answered(self, attempt: Suspicion) -> None:
+    def answered(self, attempt: Suspicion) -> None:
         """Clears the request of an attempt, which got a token. Ends its turn in quarantine."""
         attempt.is_answered = True
         if self._records:
             self._records.pop(_digest(attempt.request), None)
-        await attempt.alone.aclose()
+        if attempt.quarantine is not None:
+            attempt.quarantine.release()
+            attempt.quarantine = None
 
     def _deaths(self, request: engine_pb2.GenerateRequest) -> int:
         """Returns how many engines died of a request.
@@ -150,8 +154,6 @@ class Suspects:
         Raises:
             PoisonRequestError: The request is poison.
         """
-        if not self._records:
-            return 0
         record = self._records.get(_digest(request))
         if record is None or clock.monotonic_ms() - record.deaths[-1][1] > _KEPT_MS:
             return 0
@@ -159,8 +161,12 @@ class Suspects:
             raise _refusal(record)
         return len(record.deaths)
 
-    def _died(self, attempt: Suspicion) -> PoisonRequestError | None:
-        """Notes that the engine of an attempt died. Returns the refusal of poison."""
+    def _died(self, attempt: Suspicion, error: RollmeshError) -> None:
+        """Notes that the engine of an attempt died.
+
+        Raises:
+            PoisonRequestError: The request is poison from now on.
+        """
         key, now_ms = _digest(attempt.request), clock.monotonic_ms()
         record = self._records.get(key)
         if record is None or now_ms - record.deaths[-1][1] > _KEPT_MS:
@@ -170,18 +176,18 @@ class Suspects:
             engine_id == attempt.engine_id and attempt.began_ms <= at_ms
             for engine_id, at_ms in record.deaths
         ):
-            return None  # an equal request on that engine has counted it
+            return  # an equal request on that engine has counted it
         record.deaths.append((attempt.engine_id, now_ms))
         while len(self._records) > _MOST_KEPT:
             self._records.popitem(last=False)
         if attempt.is_alone and len(record.deaths) >= _POISON:
             record.is_poison = True
+            engines = ", ".join(engine_id for engine_id, _ in record.deaths)
             _log.error(
                 "request refused: engines die of it",
-                extra=fields(session_id=attempt.request.session_id, engines=_names(record.deaths)),
+                extra=fields(session_id=attempt.request.session_id, engines=engines),
             )
-            return _refusal(record)
-        return None
+            raise _refusal(record) from error
 
 
 def _digest(request: engine_pb2.GenerateRequest) -> bytes:
@@ -200,12 +206,8 @@ def _is_lost(error: Exception) -> bool:
     return not isinstance(error, RemoteError) or error.code == "UNAVAILABLE"
 
 
-def _names(deaths: Sequence[tuple[str, int]]) -> str:
-    return ", ".join(engine_id for engine_id, _ in deaths)
-
-
 def _refusal(record: _Record) -> PoisonRequestError:
-    engines = _names(record.deaths[-_POISON:])
+    engines = ", ".join(engine_id for engine_id, _ in record.deaths[-_POISON:])
     return PoisonRequestError(
         f"{len(record.deaths)} engines died or fell silent before the first token of this request "
         f"({engines}), so it is refused for {_KEPT_MS // 60_000} minutes; send another request, "
@@ -253,32 +255,17 @@ class Order:
     stop_reason: sampling_pb2.FinishReason.ValueType | None = None
     """Why no more is wanted. None while it runs."""
     answer: Answer | None = None
-    """The messages of the engine that samples. None while none does."""
+    """The messages of the engine that samples. None before it does."""
     waiting: asyncio.Timeout | None = None
     """Ends the wait for a lease, and in quarantine."""
     began_ms: int = field(default_factory=clock.monotonic_ms)
     """When it was wanted, on the monotonic clock."""
-    adapter: sampling_pb2.AdapterRef | None = field(init=False, default=None)
-    """The adapter of the request. None if the base model samples. A version of 0 means the newest
-    revision that the engine of the first token holds, which the request names from then on."""
-
-    def __post_init__(self) -> None:
-        """Takes the adapter from the request."""
-        if self.generation.adapter is not None:
-            self.adapter = sampling_pb2.AdapterRef()
-            self.adapter.CopyFrom(self.generation.adapter)
 
     @property
     def left_ms(self) -> int:
         """Time for which it may still wait, milliseconds. After that there is time to say why."""
         most_ms = self.timeout_ms - min(_LAST_WORD_MS, self.timeout_ms // 2)
         return max(self.began_ms + most_ms - clock.monotonic_ms(), 0)
-
-    @property
-    def is_outlived(self) -> bool:
-        """Whether it began with a revision that it need not have, and can begin anew."""
-        newest = self.adapter is not None and not self.adapter.version
-        return newest and bool(self.generation.taken) and not self.is_sent()
 
     @property
     def is_complete(self) -> bool:
@@ -331,18 +318,19 @@ class Failover:
             AdapterUnknownError: The router does not retain the adapter, or engines do not have it.
             RollmeshError: No engine can be leased, or one refused the request.
         """
+        wanted = (
+            sampling_pb2.AdapterRef()
+        )  # version 0 is the newest at the engine of the first token
+        wanted.CopyFrom(order.generation.request.adapter)
         lost: list[str] = []  # engines, since the last token that is kept
         backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
         while True:
             generation, held = order.generation, order.generation.taken
-            attempt: _Attempt | None = None
+            order.answer = None
             try:
-                async with AsyncExitStack() as stack:
-                    attempt = await self._begin(order, lost, stack)
-                    while attempt is not None and generation.finish is None:
-                        run = await self._next(order, attempt, stack)
-                        if len(run):
-                            yield run
+                async with aclosing(self._attempt(order, wanted, lost)) as runs:
+                    async for run in runs:
+                        yield run
                 if order.is_complete:
                     return
                 error: RollmeshError = GenerationAbortedError(
@@ -351,15 +339,20 @@ class Failover:
             except (OverloadedError, StartingError) as refusal:  # backpressure is not a failure
                 delay_ms = refusal.retry_delay_ms or _RETRY_MS
                 if delay_ms >= order.left_ms:
-                    raise _busy(order, refusal, delay_ms) from refusal
+                    raise EnginesBusyError(
+                        f"engines were busy or starting, and the turn's limit of "
+                        f"{order.timeout_ms} ms is near; the last one said: {refusal.message}",
+                        retry_delay_ms=delay_ms,
+                    ) from refusal
                 await asyncio.sleep(delay_ms / 1000)
                 continue
             except AdapterUnknownError:
-                if attempt is None and order.is_outlived:
-                    order.generation = generation.anew()
+                refused = order.answer is None  # by the router
+                if refused and generation.taken and not wanted.version and not order.is_sent():
+                    order.generation = generation.anew()  # it need not have this revision
                     yield None
                     continue
-                if attempt is None or len(lost) >= _ATTEMPTS - 1:  # the router refused, or too many
+                if refused or len(lost) >= _ATTEMPTS - 1:
                     raise
                 lost.append(generation.engine_id)
                 await asyncio.sleep(backoff.next_s())
@@ -370,8 +363,15 @@ class Failover:
                 raise
             except (EngineDeadError, EngineFaultError, RemoteError) as loss:
                 self._on_loss()
-                tracing.note(genai.ENGINE_LOST, {genai.ENGINE_ID: generation.engine_id})
-                error = _lost(loss, generation.engine_id)
+                engine_id = generation.engine_id
+                tracing.note(genai.ENGINE_LOST, {genai.ENGINE_ID: engine_id})
+                did = "is wrong" if isinstance(loss, EngineFaultError) else "went away"
+                error = EngineLostError(
+                    f"engine {engine_id} {did} in the middle of the turn; nothing was committed, "
+                    "try again",
+                    retry_delay_ms=_RETRY_MS,
+                )
+                error.__cause__ = loss
             if not _goes_on(order, error):
                 if order.is_sent():
                     raise error from error.__cause__
@@ -391,142 +391,91 @@ class Failover:
             if was_lost:
                 lost.append(generation.engine_id)
 
-    async def _begin(
-        self, order: Order, lost: Sequence[str], stack: AsyncExitStack
-    ) -> "_Attempt | None":
-        """Leases an engine and begins the generation there. Returns None if no more is wanted.
+    async def _attempt(
+        self, order: Order, wanted: sampling_pb2.AdapterRef, lost: Sequence[str]
+    ) -> AsyncGenerator[Sampled, None]:
+        """Leases an engine, and yields what it samples until the generation has a finish.
 
         Raises:
-            RollmeshError: No engine can be leased, or the request is poison.
+            RollmeshError: No engine can be leased, the request is poison, or the engine is lost or
+                refused the request.
         """
-        generation, suspects = order.generation, self.suspects
-        leased: tuple[Suspicion, leases_pb2.LeaseGrant] | None = None
-        order.waiting = waiting = asyncio.timeout(None)
-        try:
-            async with waiting:
-                suspect = await stack.enter_async_context(suspects.attempt(generation.request))
-                grant = await stack.enter_async_context(
-                    self._leases.lease(
+        generation, versions, suspects = order.generation, self._leases.offered, self.suspects
+        asked, grant = generation.request, None
+        has_adapter = asked.HasField("adapter")
+        adapter = (asked.adapter if generation.taken else wanted) if has_adapter else None
+        async with AsyncExitStack() as stack:
+            suspect = stack.enter_context(suspects.attempt(asked))
+            order.waiting = waiting = asyncio.timeout(None)
+            try:
+                async with waiting:
+                    lease = self._leases.lease(
                         session_id=order.session_id,
                         group_id=order.group_id,
                         excluded=lost,
-                        adapter=generation.adapter if generation.taken else order.adapter,
+                        adapter=adapter,
                         deadline_ms=order.lease_timeout_ms,
                         suspended_ms=order.left_ms,
                     )
-                )
-                leased = suspect, grant
-                await suspects.isolate(suspect, order.left_ms)
-        except TimeoutError:
-            if not waiting.expired():
-                raise
-        finally:
-            order.waiting = None
-        if order.stop_reason is not None or leased is None:
-            assert order.stop_reason is not None  # the end of the wait has a reason
-            generation.end(engine_pb2.GenerateFinish(reason=order.stop_reason))
-            return None
-        suspect, grant = leased
-        if grant.HasField("adapter"):
-            generation.request.adapter.CopyFrom(grant.adapter)
-        request = engine_pb2.StreamedGenerate(
-            max_chunk_tokens=order.max_chunk_tokens, collect_ms=order.collect_ms
-        )
-        where, offered = grant.engine_id, self._leases.offered.of(generation.request.model)
-        generation.begin(where, uuid.uuid4().hex, offered, request.generate, grant.numerics)
-        if generation.taken:
-            self._on_migration()
-            tracing.note(genai.MIGRATION, genai.moved(where, generation.taken))
-        engine = self._engines.of(grant.address)
-        order.answer = stack.enter_context(engine.begin(request, order.timeout_ms, order.images))
-        return _Attempt(suspect, grant, request)
-
-    async def _next(self, order: Order, attempt: "_Attempt", stack: AsyncExitStack) -> Sampled:
-        """Returns the next tokens of an engine. They may be none at the end.
-
-        Raises:
-            RollmeshError: The engine is lost, or refused the request.
-        """
-        generation, versions = order.generation, self._leases.offered
-        model = generation.request.model
-        while True:
-            answer = order.answer
-            assert answer is not None
-            try:
-                response = await answer.next()
-                offered = Offered() if generation.adapter else versions.of(model)
-                if offered.newest is not None:
-                    newest = newest_version(response)
-                    if newest > offered.newest:  # news of a push may come after its first tokens
-                        offered = await versions.until(model, newest)
-                run = generation.take(response, offered)
-            except ImageUnknownError as error:
-                await self._send_images(order, attempt, error, stack)
-            except EngineFaultError as error:
-                if error.spoils_tokens or generation.fresh or not answer.is_taken:
+                    grant = await stack.enter_async_context(lease)
+                    await suspects.isolate(suspect, order.left_ms)
+            except TimeoutError:
+                if not waiting.expired():
                     raise
-                # The request may be to blame for the silence: the engine is lost, not distrusted.
-                raise EngineDeadError(error.message) from error
-            else:
-                if not attempt.suspect.is_answered:
-                    await self.suspects.answered(attempt.suspect)
-                return run
             finally:
-                if answer.is_taken:
-                    attempt.suspect.engine_id = attempt.grant.engine_id
-
-    async def _send_images(
-        self,
-        order: Order,
-        attempt: "_Attempt",
-        error: ImageUnknownError,
-        stack: AsyncExitStack,
-    ) -> None:
-        """Finds images that an engine asks for, and sends the request again with them.
-
-        Raises:
-            ImageUnknownError: The error, if they cannot be found.
-            EngineFaultError: The engine asks for them repeatedly, or in the middle of an answer.
-        """
-        attempt.asked += 1
-        if order.generation.fresh or attempt.asked > len(attempt.request.generate.images):
-            raise EngineFaultError("the engine lost images that it was sent") from error
-        wanted = [one for one in error.sha256s if one not in order.images]
-        if wanted and order.load_images is not None:
-            order.images = {**order.images, **await order.load_images(wanted)}
-        engine = self._engines.of(attempt.grant.address)
-        engine.images.lost(error, order.images)
-        again = engine.begin(attempt.request, order.timeout_ms, order.images)
-        order.answer = stack.enter_context(again)
-
-
-@dataclass(slots=True, eq=False)
-class _Attempt:
-    """A generation on one engine."""
-
-    suspect: Suspicion
-    grant: leases_pb2.LeaseGrant
-    request: engine_pb2.StreamedGenerate
-    asked: int = 0
-    """How often the engine asked for images."""
-
-
-def _busy(order: Order, refusal: RollmeshError, delay_ms: int) -> EnginesBusyError:
-    return EnginesBusyError(
-        f"engines were busy or starting, and the turn's limit of {order.timeout_ms} ms is near; "
-        f"the last one said: {refusal.message}",
-        retry_delay_ms=delay_ms,
-    )
-
-
-def _lost(loss: RollmeshError, engine_id: str) -> EngineLostError:
-    did = "is wrong" if isinstance(loss, EngineFaultError) else "went away"
-    error = EngineLostError(
-        f"engine {engine_id} {did} in the middle of the turn; nothing was committed, try again",
-        retry_delay_ms=_RETRY_MS,
-    )
-    error.__cause__ = loss
-    return error
+                order.waiting = None
+            if order.stop_reason is not None or grant is None:
+                assert order.stop_reason is not None  # the end of the wait has a reason
+                generation.end(engine_pb2.GenerateFinish(reason=order.stop_reason))
+                return
+            if grant.HasField("adapter"):
+                asked.adapter.CopyFrom(grant.adapter)
+            request = engine_pb2.StreamedGenerate(
+                max_chunk_tokens=order.max_chunk_tokens, collect_ms=order.collect_ms
+            )
+            where, offered = grant.engine_id, versions.of(asked.model)
+            generation.begin(where, uuid.uuid4().hex, offered, request.generate, grant.numerics)
+            if generation.taken:
+                self._on_migration()
+                tracing.note(genai.MIGRATION, genai.moved(where, generation.taken))
+            engine, image_requests = self._engines.of(grant.address), 0
+            begun = engine.begin(request, order.timeout_ms, order.images)
+            order.answer = stack.enter_context(begun)
+            while generation.finish is None:
+                answer = order.answer
+                try:
+                    response = await answer.next()
+                    offered = Offered() if has_adapter else versions.of(asked.model)
+                    if offered.newest is not None:
+                        newest = newest_version(response)
+                        if newest > offered.newest:  # news of a push may follow its first tokens
+                            offered = await versions.until(asked.model, newest)
+                    run = generation.take(response, offered)
+                except ImageUnknownError as error:  # the engine is sent the request again with them
+                    image_requests += 1
+                    if generation.fresh or image_requests > len(request.generate.images):
+                        problem = "the engine lost images that it was sent"
+                        raise EngineFaultError(problem) from error
+                    lacking = [one for one in error.sha256s if one not in order.images]
+                    if lacking and order.load_images is not None:
+                        order.images = {**order.images, **await order.load_images(lacking)}
+                    engine = self._engines.of(grant.address)
+                    engine.images.lost(error, order.images)
+                    begun = engine.begin(request, order.timeout_ms, order.images)
+                    order.answer = stack.enter_context(begun)
+                    continue
+                except EngineFaultError as error:
+                    if error.spoils_tokens or generation.fresh or not answer.is_taken:
+                        raise
+                    # The request may be to blame for the silence: the engine is lost, not wrong.
+                    raise EngineDeadError(error.message) from error
+                finally:
+                    if answer.is_taken:
+                        suspect.engine_id = where
+                if not suspect.is_answered:
+                    suspects.answered(suspect)
+                if len(run):
+                    yield run
 
 
 def _goes_on(order: Order, error: RollmeshError) -> bool:

@@ -109,20 +109,22 @@ class Expected:
     """Index of the first token whose routed experts were asked for."""
 
 
+@dataclass(slots=True, eq=False)
 class AnswerCheck:
     """Checks the messages of one engine's answer, in their order."""
 
-    def __init__(self, expected: Expected, offered: Offered) -> None:
-        """Takes the request, and the offered versions when the answer begins."""
-        self._expected = expected
-        self._epoch = offered.epoch
-        self._runs: _Runs | None = []  # of the messages. None if one had no version
-        self._last_version = 0
-        self._last_id: int | None = None
-        self._sampled = 0
-        self._ended = False
-        self._column_ends = {SUPPORT: expected.prompt_tokens, EXPERTS: expected.experts_start}
-        self._column_bytes = 0
+    expected: Expected
+    offered: Offered
+    """The offered versions when the answer begins."""
+    _runs: "_Runs | None" = field(
+        default_factory=list
+    )  # of the messages. None if one had no version
+    _last_version: int = 0
+    _last_id: int | None = None
+    _sampled: int = 0
+    _ended: bool = False
+    _column_ends: dict[Kind, int] = field(default_factory=dict)
+    _column_bytes: int = 0
 
     def take(
         self,
@@ -138,15 +140,47 @@ class AnswerCheck:
         Raises:
             EngineFaultError: The message cannot be right.
         """
+        expected, most = self.expected, self.expected.top_logprobs
         if self._ended:
             raise EngineFaultError("the engine sent more after the end of its answer")
-        run = self._read_tokens(response)
-        ids, finishes = run.token_ids.tolist(), response.HasField("finish")
-        sampled = self._sampled + len(ids)
+        tops: Tops | None = None
+        try:
+            token_ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
+            logprobs = unpack_logprobs(response.logprobs_f32le, "logprobs_f32le")
+            if most or response.top_ids_u32le or response.top_logprobs_f32le:
+                top_ids = unpack_ids(response.top_ids_u32le, "top_ids_u32le")
+                top_logprobs = unpack_logprobs(response.top_logprobs_f32le, "top_logprobs_f32le")
+                tops = Tops(top_ids, top_logprobs)
+        except InvalidFieldError as error:
+            raise EngineFaultError(f"the engine's {error.message}") from error
+        # Lists, because most messages of a stream have one token.
+        ids, all_logprobs = token_ids.tolist(), logprobs.tolist()
+        sampled, finishes = self._sampled + len(ids), response.HasField("finish")
+        if len(ids) != len(all_logprobs):
+            raise EngineFaultError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} ids")
+        if sampled > expected.max_tokens:
+            raise EngineFaultError(
+                f"the engine sent more ids than the {expected.max_tokens} requested"
+            )
+        all_ids = ids
+        if tops is not None:
+            if not len(tops.ids) == len(tops.logprobs) == len(ids) * most:
+                raise EngineFaultError(
+                    f"the engine gave {len(tops.ids)} most likely ids with {len(tops.logprobs)} "
+                    f"log-probs for {len(ids)} tokens; {most} for each were asked for"
+                )
+            all_ids = ids + tops.ids.tolist()
+            all_logprobs += tops.logprobs.tolist()
+            shape = len(ids), most
+            tops = Tops(tops.ids.reshape(shape), tops.logprobs.reshape(shape))
+        self._check_ids(all_ids)
+        for one in all_logprobs:  # not a number and infinite are possible: arithmetic fails
+            if MOST_LOGPROB < one < math.inf:
+                raise EngineFaultError("the engine gave a log-prob above 0")
         received: set[int] = {response.finish.prompt_crc32} if finishes else set()
         if response.HasField("prompt_crc32"):
             received.add(response.prompt_crc32)
-        if received - {self._expected.prompt_crc32}:
+        if received - {expected.prompt_crc32}:
             raise EngineFaultError("the engine received other prompt ids than it was sent")
         version = response.policy_version if response.HasField("policy_version") else None
         if version is not None:
@@ -157,51 +191,17 @@ class AnswerCheck:
             self._check_finish(response.finish, sampled, last_id, runs, offered)
         elif not ids and not response.columns:
             raise EngineFaultError("the engine sent a message without tokens in mid-answer")
-        if self._expected.columns or response.columns:
+        if expected.columns or response.columns:
             self._take_columns(response, sampled)
         self._runs, self._last_id, self._sampled, self._ended = runs, last_id, sampled, finishes
         self._last_version = self._last_version if version is None else version
-        return run
-
-    def _read_tokens(self, response: engine_pb2.TokenChunk) -> Sampled:
-        """Unpacks the tokens of a message, and checks them one by one."""
-        most, tops = self._expected.top_logprobs, None
-        try:
-            ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
-            logprobs = unpack_logprobs(response.logprobs_f32le, "logprobs_f32le")
-            if most or response.top_ids_u32le or response.top_logprobs_f32le:
-                top_ids = unpack_ids(response.top_ids_u32le, "top_ids_u32le")
-                top_logprobs = unpack_logprobs(response.top_logprobs_f32le, "top_logprobs_f32le")
-                tops = Tops(top_ids, top_logprobs)
-        except InvalidFieldError as error:
-            raise EngineFaultError(f"the engine's {error.message}") from error
-        if len(ids) != len(logprobs):
-            raise EngineFaultError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} ids")
-        if self._sampled + len(ids) > self._expected.max_tokens:
-            raise EngineFaultError(
-                f"the engine sent more ids than the {self._expected.max_tokens} requested"
-            )
-        # Lists, because most messages of a stream have one token.
-        all_ids, all_logprobs = ids.tolist(), logprobs.tolist()
-        if tops is not None:
-            if not len(tops.ids) == len(tops.logprobs) == len(ids) * most:
-                raise EngineFaultError(
-                    f"the engine gave {len(tops.ids)} most likely ids with {len(tops.logprobs)} "
-                    f"log-probs for {len(ids)} tokens; {most} for each were asked for"
-                )
-            all_ids += tops.ids.tolist()
-            all_logprobs += tops.logprobs.tolist()
-            shape = len(ids), most
-            tops = Tops(tops.ids.reshape(shape), tops.logprobs.reshape(shape))
-        self._check_ids(all_ids)
-        for one in all_logprobs:  # not a number and infinite are possible: arithmetic fails
-            if MOST_LOGPROB < one < math.inf:
-                raise EngineFaultError("the engine gave a log-prob above 0")
-        return Sampled(ids, logprobs, tops)
+        return Sampled(token_ids, logprobs, tops)
 
     def _take_columns(self, response: engine_pb2.TokenChunk, sampled: int) -> None:
         """Checks the columns of a message, after which there are so many sampled tokens."""
-        expected, ends = self._expected, self._column_ends.copy()
+        expected = self.expected
+        ends = {SUPPORT: expected.prompt_tokens, EXPERTS: expected.experts_start}
+        ends |= self._column_ends
         size = self._column_bytes + sum(one.data_bytes for one in response.columns)
         if size > _MOST_COLUMN_BYTES:
             raise EngineFaultError(f"the engine gave columns of over {_MOST_COLUMN_BYTES} bytes")
@@ -227,7 +227,7 @@ class AnswerCheck:
         self._column_ends, self._column_bytes = ends, size
 
     def _check_ids(self, ids: list[int]) -> None:
-        end = self._expected.vocabulary_tokens
+        end = self.expected.vocabulary_tokens
         if end and ids and (largest := max(ids)) >= end:
             raise EngineFaultError(f"the engine gave id {largest}; ids are below {end}")
 
@@ -240,10 +240,10 @@ class AnswerCheck:
         offered: Offered,
     ) -> None:
         """Checks the end of an answer of so many tokens, which its messages had in such runs."""
-        if finish.prompt_tokens not in {0, self._expected.prompt_tokens}:
+        if finish.prompt_tokens not in {0, self.expected.prompt_tokens}:
             raise EngineFaultError(
                 f"the engine received {finish.prompt_tokens} prompt ids of "
-                f"{self._expected.prompt_tokens}"
+                f"{self.expected.prompt_tokens}"
             )
         if finish.reason not in _FINISHES:
             raise EngineFaultError(f"the engine sent an unknown finish reason ({finish.reason})")
@@ -272,7 +272,7 @@ class AnswerCheck:
         Versions may only grow, until the router has forgotten weights: an engine may then return
         to a lower version in the middle of an answer. An adapter has one version in all of it.
         """
-        wanted = self._expected.adapter
+        wanted = self.expected.adapter
         name = "" if wanted is None else wanted.name
         if adapter != name:
             raise EngineFaultError(f"the engine sampled with adapter {adapter!r:.80}, not {name!r}")
@@ -285,7 +285,7 @@ class AnswerCheck:
             return
         if version < 0:
             raise EngineFaultError("the engine gave a negative policy version")
-        if offered.epoch != self._epoch:
+        if offered.epoch != self.offered.epoch:
             return
         if version < last:
             raise EngineFaultError(f"the engine gave policy version {version} after {last}")
@@ -428,24 +428,17 @@ class Generation:
     """Whether an engine continued what another one, or an earlier attempt, had sampled."""
     numerics: dict[str, sampling_pb2.Numerics] = field(default_factory=dict)
     """Those of the engines, by id."""
+    known: int = 0
+    """Number of ids, from the first, whose engine and version `spans` have."""
     _numerics_id: str = ""
     _prompt_tokens: int = 0
     _check: AnswerCheck | None = None
     _start: int = 0  # ids sampled before the current engine
 
-    def __post_init__(self) -> None:
-        """Counts the ids of the prompt."""
-        self._prompt_tokens = len(self.request.token_ids_u32le) // _BYTES
-
-    @property
-    def adapter(self) -> sampling_pb2.AdapterRef | None:
-        """The adapter revision that samples. None if the base model does."""
-        return self.request.adapter if self.request.HasField("adapter") else None
-
     @property
     def is_known(self) -> bool:
         """Whether the policy version of every id is known."""
-        return self.taken == (self.spans[-1].end if self.spans else 0)
+        return self.taken == self.known
 
     @property
     def fresh(self) -> int:
@@ -462,7 +455,10 @@ class Generation:
 
     def has_all_rows(self, tokens: int) -> bool:
         """Returns whether columns have all rows of the prompt and of so many sampled ids."""
-        end = self._prompt_tokens + tokens  # the last one has no experts
+        if not self.request.columns:
+            return True
+        prompt_tokens = len(self.request.token_ids_u32le) // _BYTES
+        end = prompt_tokens + tokens  # the last one has no experts
         ends = {one.kind: one.start + one.rows for one in self.columns}
         return all(ends.get(one, 0) >= end - (one == EXPERTS) for one in self.request.columns)
 
@@ -490,6 +486,7 @@ class Generation:
         """
         sampled = self.token_ids()
         rest = continued(self.request, sampled, request_id, into)
+        self._prompt_tokens = len(rest.token_ids_u32le) // _BYTES - len(sampled)
         if self.prompt_crc32 is None:
             self.prompt_crc32 = prompt_crc32(self.request)
         if rest.columns:
@@ -501,7 +498,7 @@ class Generation:
                 max_tokens=rest.sampling.max_tokens or _ANY,
                 top_logprobs=rest.top_logprobs,
                 vocabulary_tokens=self.vocabulary_tokens,
-                adapter=self.adapter,
+                adapter=self.request.adapter if self.request.HasField("adapter") else None,
                 columns=rest.columns,
                 experts_start=rest.routed_experts_start,
             ),
@@ -534,7 +531,7 @@ class Generation:
             column.CopyFrom(one)  # a part of the message would keep all of it
             column.engine_id, column.numerics_id = self.engine_id, self._numerics_id
             self.columns.append(column)
-        if response.HasField("policy_version") and self.is_known:
+        if response.HasField("policy_version") and self.taken == self.known:
             self._add_span(response.policy_version, size)
         self.taken += size
         if response.HasField("finish"):
@@ -555,7 +552,9 @@ class Generation:
         self.finish = finish
         if not finish.version_spans:
             return
-        self.spans = [one for one in self.spans if one.end <= self._start]
+        while self.spans and self.spans[-1].end > self._start:
+            self.spans.pop()
+        self.known = self.spans[-1].end if self.spans else 0
         for span in finish.version_spans:
             self._add_span(span.policy_version, span.end - span.start)
 
@@ -563,7 +562,7 @@ class Generation:
         """Says who sampled the next tokens."""
         if not tokens:  # vLLM returns an empty span if the weights changed and no token followed
             return
-        start = self.spans[-1].end if self.spans else 0
+        start, self.known = self.known, self.known + tokens
         last = self.spans[-1] if start > self._start else None
         if last is not None and last.policy_version == policy_version:
             last.end += tokens

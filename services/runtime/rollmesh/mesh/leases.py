@@ -15,10 +15,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import NamedTuple
-
-import grpc
 
 from rollmesh.internal.v1 import leases_pb2, leases_pb2_grpc
 from rollmesh.mesh.routers import STEADY_MS, Preference, addresses_of
@@ -137,52 +134,55 @@ class Link:
     messages are read before the next tick.
     """
 
-    def __init__(
-        self,
-        address: str,
-        patience: int,
-        *,
-        hello: Callable[[], leases_pb2.DispatchHello],
-        changed: Callable[["Link"], None],
-        answered: Callable[["Link", leases_pb2.DispatchResponse], None],
-    ) -> None:
-        """Takes the router's `host:port` and the callbacks.
+    def __init__(self, address: str, patience: int, client: "LeaseClient") -> None:
+        """Takes the router's `host:port`, and the client that gives the hello and hears the router.
 
-        Args:
-            address: `host:port` of the router.
-            patience: Ticks for which a ping may stay unanswered.
-            hello: Returns the first message of a stream.
-            changed: Called when the router has come up or gone down.
-            answered: Called with every result of a request, and with news.
+        `patience` is the number of ticks for which a ping may stay unanswered.
         """
         self.address = address
         self.is_up = False
         """Whether the router has welcomed the stream."""
+        self.releases: list[leases_pb2.ReleaseLease] = []
+        """Those that wait to share a message."""
+        self.restating: Restating | None = None
+        """What is still to be stated."""
         self._patience = self._first_patience = patience
-        self._hello = hello
-        self._changed = changed
-        self._answered = answered
+        self._client = client
         self._quiet = self._up_ticks = 0  # ticks since the last message, and since the welcome
         self._is_pinged = False
         self._scope: asyncio.Timeout | None = None
         self._messages: asyncio.Queue[leases_pb2.DispatchRequest | None] = asyncio.Queue(1)
-        self._releases: list[leases_pb2.ReleaseLease] = []
-        self._restating: Restating | None = None
 
     async def run(self) -> None:
         """Keeps the stream open, forever."""
         backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
         while True:
+            messages: asyncio.Queue[leases_pb2.DispatchRequest | None]
+            self._messages = messages = asyncio.Queue(_MOST_OUTGOING)
+            self.releases, self.restating = [], None
             # A new channel each time: gRPC would share a connection that may be half open.
             async with open_channel(self.address, own_connection=True) as channel:
                 try:
                     async with asyncio.timeout(_WELCOME_S) as self._scope:
-                        await self._hold(channel, backoff)
+                        requests = self._requests(messages)
+                        call = leases_pb2_grpc.LeaseServiceStub(channel).Dispatch(requests)
+                        async with aclosing(read_stream(call)) as responses:
+                            async for response in responses:
+                                self._quiet, self._is_pinged = 0, False
+                                if not response.HasField("welcome"):
+                                    self._client.answered(self, response)
+                                elif not self._scope.expired():
+                                    backoff.reset()
+                                    self._scope.reschedule(None)
+                                    self._up_ticks, self.is_up = 0, True
+                                    self._client.changed(self)
                 except (RollmeshError, ConnectionError, TimeoutError) as error:
                     reason = str(error) or "it was left, or does not answer"
                     text = fields(router=self.address, error=reason)
                     _log.info("router unreachable", extra=text)
                 finally:
+                    with suppress(asyncio.QueueFull):
+                        messages.put_nowait(None)  # so that the call's own task can finish
                     self._down()
             await asyncio.sleep(backoff.next_s())
 
@@ -194,10 +194,10 @@ class Link:
         if self._up_ticks == _TRUSTED:
             self._patience = self._first_patience
         self._quiet += 1
-        is_waiting = is_waiting or self._restating is not None
+        is_waiting = is_waiting or self.restating is not None
         if not self._is_pinged and self._quiet >= (_WAITING if is_waiting else _IDLE):
             self._quiet, self._is_pinged = 0, True
-            self._try_to_send(leases_pb2.DispatchRequest(ping=leases_pb2.DispatchPing()))
+            self.try_to_send(leases_pb2.DispatchRequest(ping=leases_pb2.DispatchPing()))
         elif self._is_pinged and self._quiet >= self._patience:
             _log.warning("router silent", extra=fields(router=self.address))
             # An overloaded router would suffer from gateways that leave and return.
@@ -210,57 +210,28 @@ class Link:
             self._scope.reschedule(asyncio.get_running_loop().time())
         self._down()
 
-    def begin(self, restating: Restating) -> None:
-        """Begins to use the router: first of all, the holdings are stated."""
-        self._restating = restating
-        self._try_to_send(leases_pb2.DispatchRequest(ping=leases_pb2.DispatchPing()))  # wakes it
-
     def send(self, message: leases_pb2.DispatchRequest) -> None:
         """Sends a message, with the releases that wait for one.
 
         Raises:
             asyncio.QueueFull: The router reads too slowly.
         """
-        message.releases.extend(self._releases)
+        message.releases.extend(self.releases)
         self._messages.put_nowait(message)
-        self._releases.clear()
+        self.releases.clear()
 
-    def release(self, release: leases_pb2.ReleaseLease) -> None:
-        """Releases a lease, with the next request or within 2 ms: a turn costs one message."""
-        if not self.is_up:  # the router has freed it
-            return
-        if not self._releases:
-            asyncio.get_running_loop().call_later(_RELEASE_S, self._flush)
-        self._releases.append(release)
-        if release.engine_fault:
-            self._flush()  # at once, so that no other session gets that engine
+    def try_to_send(self, message: leases_pb2.DispatchRequest) -> None:
+        """Sends a message, unless the router reads too slowly."""
+        with suppress(asyncio.QueueFull):
+            self.send(message)
 
-    def forget(self, session_id: str) -> None:
-        """Tells the router that a session has ended. It forgets all when the stream ends."""
-        if self.is_up:
-            forget = leases_pb2.ForgetSession(session_id=session_id)
-            self._try_to_send(leases_pb2.DispatchRequest(forget=forget))
-
-    async def _hold(self, channel: grpc.aio.Channel, backoff: Backoff) -> None:
-        messages: asyncio.Queue[leases_pb2.DispatchRequest | None] = asyncio.Queue(_MOST_OUTGOING)
-        self._messages = messages
-        self._releases, self._restating = [], None
-        call = leases_pb2_grpc.LeaseServiceStub(channel).Dispatch(self._requests(messages))
-        try:
-            async with aclosing(read_stream(call)) as responses:
-                async for response in responses:
-                    self._quiet, self._is_pinged = 0, False
-                    match response.WhichOneof("result"):
-                        case "welcome":
-                            backoff.reset()
-                            self._up()
-                        case "grant" | "refusal" | "silent_engine" | "offered":
-                            self._answered(self, response)
-                        case _:
-                            pass
-        finally:
-            with suppress(asyncio.QueueFull):
-                messages.put_nowait(None)  # so that the call's own task can finish
+    def flush(self) -> None:
+        """Sends the releases that wait."""
+        if self.is_up and self.releases:  # else they were sent with another message
+            try:
+                self.send(leases_pb2.DispatchRequest())
+            except asyncio.QueueFull:
+                asyncio.get_running_loop().call_later(_RELEASE_S, self.flush)
 
     async def _requests(
         self, messages: "asyncio.Queue[leases_pb2.DispatchRequest | None]"
@@ -270,47 +241,28 @@ class Link:
         Restatements are made as the router reads them, with other messages in between, which do not
         wait for 100,000 sessions. A request for a lease comes after the statement of its session.
         """
-        yield leases_pb2.DispatchRequest(hello=self._hello())
+        yield leases_pb2.DispatchRequest(hello=self._client.next_hello())
         while messages is self._messages:
-            if self._restating is not None:
-                stated = self._restating.next()
+            if self.restating is not None:
+                stated = self.restating.next()
                 if stated is None:
-                    self._restating = None
+                    self.restating = None
                 else:
                     yield leases_pb2.DispatchRequest(restate=stated)
                     if messages.empty():
                         continue
             if (message := await messages.get()) is None:
                 return
-            if self._restating is not None and message.HasField("acquire"):
-                stated = self._restating.before(message.acquire.session_id)
+            if self.restating is not None and message.HasField("acquire"):
+                stated = self.restating.before(message.acquire.session_id)
                 if stated is not None:
                     yield leases_pb2.DispatchRequest(restate=stated)
             yield message
 
-    def _up(self) -> None:
-        if self._scope is None or self._scope.expired():
-            return
-        self._scope.reschedule(None)
-        self._quiet, self._is_pinged, self._up_ticks = 0, False, 0
-        self.is_up = True
-        self._changed(self)
-
     def _down(self) -> None:
         if self.is_up:
             self.is_up = False
-            self._changed(self)
-
-    def _flush(self) -> None:
-        if self.is_up and self._releases:  # else they were sent with another message
-            try:
-                self.send(leases_pb2.DispatchRequest())
-            except asyncio.QueueFull:
-                asyncio.get_running_loop().call_later(_RELEASE_S, self._flush)
-
-    def _try_to_send(self, message: leases_pb2.DispatchRequest) -> None:
-        with suppress(asyncio.QueueFull):
-            self.send(message)
+            self._client.changed(self)
 
 
 # The policy versions that a router has offered, by which an answer from the future is known.
@@ -440,14 +392,6 @@ _LOST_CODES = {
 }  # and not backpressure, a deadline or a refusal
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request that the router has not answered."""
-
-    acquire: leases_pb2.AcquireLease
-    answer: asyncio.Future[leases_pb2.DispatchResponse]
-
-
 class LeaseClient(Background):
     """The engine leases of one gateway. Leaving the context frees them."""
 
@@ -473,16 +417,8 @@ class LeaseClient(Background):
         """
         super().__init__()
         addresses = addresses_of(router)
-        self._links = [
-            Link(
-                address,
-                PATIENCE if len(addresses) > 1 else LONG_PATIENCE // 2,
-                hello=self._next_hello,
-                changed=self._changed,
-                answered=self._answered,
-            )
-            for address in addresses
-        ]
+        patience = PATIENCE if len(addresses) > 1 else LONG_PATIENCE // 2
+        self._links = [Link(address, patience, self) for address in addresses]
         self._preference = Preference(len(addresses), steady_ms)
         self._active: Link | None = None
         self._holdings = Holdings()
@@ -494,7 +430,10 @@ class LeaseClient(Background):
             instance_id=uuid.uuid4().hex,
         )
         self._ids = itertools.count(1)
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[
+            str, tuple[leases_pb2.AcquireLease, asyncio.Future[leases_pb2.DispatchResponse]]
+        ] = {}
+        """The requests that the router has not answered, by lease id."""
         self._connected = asyncio.Event()
         self.offered = OfferedVersions()
         """The policy versions that the router has offered."""
@@ -542,8 +481,8 @@ class LeaseClient(Background):
             adapter=adapter,
             traceparent=tracing.carried(),
         )
-        lease_id, grant = await self._acquire_until(request, deadline_ms, suspended_ms)
-        release = leases_pb2.ReleaseLease(lease_id=lease_id)
+        grant = await self._acquire(request, deadline_ms, suspended_ms)
+        release = leases_pb2.ReleaseLease(lease_id=request.lease_id)
         try:
             yield grant
             release.outcome = leases_pb2.LEASE_OUTCOME_ANSWERED
@@ -563,20 +502,28 @@ class LeaseClient(Background):
         return self._active.address if self._active is not None else ""
 
     def forget(self, session_id: str) -> None:
-        """Tells the router that a session has ended."""
+        """Tells the router that a session has ended. It forgets all when the stream ends."""
         self._holdings.sessions.pop(session_id, None)
-        if self._active is not None:
-            self._active.forget(session_id)
+        if self._active is not None and self._active.is_up:
+            forget = leases_pb2.ForgetSession(session_id=session_id)
+            self._active.try_to_send(leases_pb2.DispatchRequest(forget=forget))
 
     def _release(self, release: leases_pb2.ReleaseLease) -> None:
+        """Releases a lease, with the next request or within 2 ms: a turn costs one message."""
         self._holdings.leases.pop(release.lease_id, None)
-        if self._active is not None:
-            self._active.release(release)
+        link = self._active
+        if link is None or not link.is_up:  # the router has freed it
+            return
+        if not link.releases:
+            asyncio.get_running_loop().call_later(_RELEASE_S, link.flush)
+        link.releases.append(release)
+        if release.engine_fault:
+            link.flush()  # at once, so that no other session gets that engine
 
-    async def _acquire_until(
+    async def _acquire(
         self, request: leases_pb2.AcquireLease, deadline_ms: int, suspended_ms: int
-    ) -> tuple[str, leases_pb2.LeaseGrant]:
-        """Waits for a router and in its queue. Asks again if the router goes away.
+    ) -> leases_pb2.LeaseGrant:
+        """Waits for a router and in its queue. Asks again, by another id, if the router goes away.
 
         A wait that is longer than `deadline_ms` already, because no engine sampled, begins again at
         the next router.
@@ -588,47 +535,46 @@ class LeaseClient(Background):
                 if not self._connected.is_set():
                     async with asyncio.timeout(left_ms / 1000):
                         await self._connected.wait()
+                if (link := self._active) is None or not link.is_up:
+                    continue
                 now = clock.monotonic_ms()
+                request.lease_id = lease_id = str(next(self._ids))
                 request.wait_ms = min(max(deadline - now, 1), _MOST_WAIT_MS)
                 request.suspended_wait_ms = min(max(last - now, 1), _MOST_WAIT_MS)
+                answer: asyncio.Future[leases_pb2.DispatchResponse]
+                answer = asyncio.get_running_loop().create_future()
+                self._asked[lease_id] = request, answer
                 try:
                     async with asyncio.timeout((request.suspended_wait_ms + _ANSWER_MS) / 1000):
-                        answer = await self._ask(request)
-                except ConnectionError:
+                        link.send(leases_pb2.DispatchRequest(acquire=request))
+                        response = await answer
+                except asyncio.QueueFull:
+                    raise EnginesBusyError(
+                        "the router has too many bookings; try again later", retry_delay_ms=_BUSY_MS
+                    ) from None
+                except (asyncio.CancelledError, TimeoutError):  # it frees the lease, or the wait
+                    self._release(leases_pb2.ReleaseLease(lease_id=lease_id))
+                    raise
+                except ConnectionError:  # the router went away
                     now = clock.monotonic_ms()
                     if now > deadline:
                         deadline = min(now + deadline_ms, last)
                     continue
-                if answer.HasField("grant"):
-                    return answer.lease_id, answer.grant
-                raise _refusal(answer)
+                finally:
+                    del self._asked[lease_id]
+                if response.HasField("grant"):
+                    return response.grant
+                refusal = from_status(response.refusal)
+                if isinstance(refusal, (EnginesBusyError, NoEngineError)):
+                    refusal = type(refusal)(
+                        f"no lease on an engine: {refusal.message}",
+                        retry_delay_ms=max(refusal.retry_delay_ms or 0, _BUSY_MS),
+                    )
+                raise refusal
         raise NoEngineError(
             f"no router could be reached within {deadline_ms} ms; try again",
             retry_delay_ms=_BUSY_MS,
         )
-
-    async def _ask(self, request: leases_pb2.AcquireLease) -> leases_pb2.DispatchResponse:
-        link = self._active
-        if link is None or not link.is_up:
-            raise ConnectionError
-        lease_id = str(next(self._ids))
-        acquire = leases_pb2.AcquireLease()
-        acquire.CopyFrom(request)
-        acquire.lease_id = lease_id
-        asked = _Asked(acquire, asyncio.get_running_loop().create_future())
-        self._asked[lease_id] = asked
-        try:
-            link.send(leases_pb2.DispatchRequest(acquire=acquire))
-            return await asked.answer
-        except asyncio.QueueFull:
-            raise EnginesBusyError(
-                "the router has too many bookings; try again later", retry_delay_ms=_BUSY_MS
-            ) from None
-        except asyncio.CancelledError:
-            self._release(leases_pb2.ReleaseLease(lease_id=lease_id))  # the lease, or the wait
-            raise
-        finally:
-            self._asked.pop(lease_id, None)
 
     async def _stay(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -640,27 +586,26 @@ class LeaseClient(Background):
                     link.tick(is_waiting=link is self._active and bool(self._asked))
                 self._choose()
 
-    def _next_hello(self) -> leases_pb2.DispatchHello:
+    def next_hello(self) -> leases_pb2.DispatchHello:
+        """Returns the first message of another stream."""
         self._hello.stream_number += 1
-        hello = leases_pb2.DispatchHello()
-        hello.CopyFrom(self._hello)
-        return hello
+        return self._hello
 
-    def _answered(self, link: Link, response: leases_pb2.DispatchResponse) -> None:
+    def answered(self, link: Link, response: leases_pb2.DispatchResponse) -> None:
         """Takes the router's answer to a request, from which on a lease is held. Or news."""
         if response.HasField("silent_engine"):
             for address in self._holdings.addresses(response.silent_engine.engine_id):
                 self.on_silent(address)
         if response.HasField("offered"):
             self.offered.take(link.address, response.offered)
-        asked = self._asked.get(response.lease_id)
-        if link is not self._active or asked is None or asked.answer.done():
+        acquire, answer = self._asked.get(response.lease_id, (None, None))
+        if link is not self._active or acquire is None or answer is None or answer.done():
             return
         if response.HasField("grant"):
-            self._holdings.granted(response.lease_id, response.grant, asked.acquire)
-        asked.answer.set_result(response)
+            self._holdings.granted(response.lease_id, response.grant, acquire)
+        answer.set_result(response)
 
-    def _changed(self, link: Link) -> None:
+    def changed(self, link: Link) -> None:
         """Takes note that a router has come up or gone down."""
         number = self._links.index(link)
         if not link.is_up:
@@ -678,9 +623,9 @@ class LeaseClient(Background):
             return
         former, self._active = self._active, link
         self._connected.clear()
-        for asked in self._asked.values():  # they ask again
-            if not asked.answer.done():
-                asked.answer.set_exception(ConnectionError("the router went away"))
+        for _, answer in self._asked.values():  # they ask again
+            if not answer.done():
+                answer.set_exception(ConnectionError("the router went away"))
         if link is not None and link.is_up:
             _log.info(
                 "router in use",
@@ -690,20 +635,11 @@ class LeaseClient(Background):
                     sessions=len(self._holdings.sessions),
                 ),
             )
-            link.begin(Restating(self._holdings))
+            link.restating = Restating(self._holdings)
+            link.try_to_send(leases_pb2.DispatchRequest(ping=leases_pb2.DispatchPing()))  # wakes it
             self._connected.set()
         if former is not None and former.is_up:
             former.leave()  # it frees the leases of this gateway
-
-
-def _refusal(answer: leases_pb2.DispatchResponse) -> RollmeshError:
-    refusal = from_status(answer.refusal)
-    if isinstance(refusal, (EnginesBusyError, NoEngineError)):
-        return type(refusal)(
-            f"no lease on an engine: {refusal.message}",
-            retry_delay_ms=max(refusal.retry_delay_ms or 0, _BUSY_MS),
-        )
-    return refusal
 
 
 def _ignore(_: str) -> None:

@@ -65,10 +65,6 @@ class Preference:
         self.current: int | None = None
         """The one in use. None if none is up."""
 
-    def is_up(self, number: int) -> bool:
-        """Returns whether a router is up."""
-        return self._up_ms[number] is not None
-
     def up(self, number: int, now_ms: int) -> None:
         """Notes that a router is up."""
         self._up_ms[number] = now_ms
@@ -81,7 +77,7 @@ class Preference:
     def choose(self, now_ms: int) -> int | None:
         """Chooses and returns the router to use. None if none is up."""
         current = self.current
-        if current is not None and not self.is_up(current):
+        if current is not None and self._up_ms[current] is None:
             current = None
         for number, up_ms in enumerate(self._up_ms):
             if number == current:

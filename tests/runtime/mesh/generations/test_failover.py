@@ -80,7 +80,10 @@ class Fleet:
         self.suspended_ms.append(suspended_ms)
         try:
             number = len(self.requests)
-            yield leases_pb2.LeaseGrant(engine_id=f"e{number}", address=f"a{number}")
+            grant = leases_pb2.LeaseGrant(engine_id=f"e{number}", address=f"a{number}")
+            if (asked := more["adapter"]) is not None:
+                grant.adapter.name, grant.adapter.version = asked.name, asked.version or 7
+            yield grant
             self.outcomes.append("answered")
         except RollmeshError as error:
             self.outcomes.append(error.reason)
@@ -264,10 +267,10 @@ async def test_images_that_nobody_has_are_the_callers() -> None:
         await run(Fleet([ImageUnknownError.of(["x"], 1)]), order)
 
 
-def with_adapter() -> Order:
+def with_adapter(version: int = 7) -> Order:
     order = order_of()
-    order.adapter = sampling_pb2.AdapterRef(name="math", version=7)
-    order.generation.request.adapter.CopyFrom(order.adapter)
+    adapter = order.generation.request.adapter
+    adapter.name, adapter.version = "math", version
     return order
 
 
@@ -288,16 +291,11 @@ async def test_an_engine_without_the_adapter_is_left_for_another_and_is_no_loss(
     assert fleet.outcomes == ["ADAPTER_UNKNOWN", "answered"]
 
 
-def newest() -> Order:
-    """An order of the newest revision, which is 7 at its first engine."""
-    order = with_adapter()
-    assert order.adapter is not None
-    order.adapter.version = 0
-    return order
-
-
 async def test_an_answer_goes_on_with_its_revision_where_an_engine_still_has_it() -> None:
-    fleet, order = Fleet([some(1, 2), DEAD], [AdapterUnknownError("unloaded")], [last(4)]), newest()
+    fleet, order = (
+        Fleet([some(1, 2), DEAD], [AdapterUnknownError("unloaded")], [last(4)]),
+        with_adapter(0),
+    )
     assert await run(fleet, order) == ([[1, 2], [4]], [1, 2, 4])
     assert [one.version for one in fleet.adapters if one] == [0, 7, 7]
 
@@ -306,7 +304,7 @@ async def test_an_answer_goes_on_with_its_revision_where_an_engine_still_has_it(
 async def test_an_answer_begins_anew_where_its_revision_is_retained_no_longer(
     monkeypatch: pytest.MonkeyPatch, *, is_sent: bool
 ) -> None:
-    fleet, order = Fleet([some(1, 2), DEAD], [last(4)]), newest()
+    fleet, order = Fleet([some(1, 2), DEAD], [last(4)]), with_adapter(0)
     order.is_sent = lambda: is_sent
     lease = fleet.lease
 

@@ -55,7 +55,7 @@ def request(session: str = "", seed: int = 0) -> engine_pb2.GenerateRequest:
 
 
 async def killed(suspects: Suspects, engine_id: str, asked: engine_pb2.GenerateRequest) -> None:
-    async with suspects.attempt(asked) as attempt:
+    with suspects.attempt(asked) as attempt:
         await suspects.isolate(attempt, 60_000)
         attempt.engine_id = engine_id
         raise EngineDeadError("it died")
@@ -102,7 +102,7 @@ async def test_equal_requests_that_die_on_one_engine_count_once() -> None:
     there = asyncio.Barrier(8)
 
     async def one(session: str) -> None:
-        async with suspects.attempt(request(session)) as attempt:
+        with suspects.attempt(request(session)) as attempt:
             attempt.engine_id = "e0"
             await there.wait()
             raise EngineDeadError("it died")
@@ -121,20 +121,21 @@ async def test_requests_in_quarantine_run_one_at_a_time_until_their_first_token(
         await die(suspects, "e0", one)
         await die(suspects, "e1", one)
     order: list[str] = []
-    async with asyncio.TaskGroup() as group, suspects.attempt(asked[0]) as first:
 
-        async def run_second() -> None:
-            async with suspects.attempt(asked[1]) as second:
-                await suspects.isolate(second, 60_000)
-                order.append("second runs")
+    async def run_second() -> None:
+        with suspects.attempt(asked[1]) as second:
+            await suspects.isolate(second, 60_000)
+            order.append("second runs")
 
+    with suspects.attempt(asked[0]) as first:
         await suspects.isolate(first, 60_000)
-        waiting = group.create_task(run_second())
-        for _ in range(10):
-            await asyncio.sleep(0)
-        order.append("first is answered")
-        await suspects.answered(first)
-        await waiting
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(run_second())
+            for _ in range(10):
+                await asyncio.sleep(0)
+            order.append("first is answered")
+            suspects.answered(first)
+            await waiting
     assert order == ["first is answered", "second runs"]
 
 
@@ -171,7 +172,7 @@ async def test_a_suspect_is_refused_where_an_equal_one_is_found_to_be_poison() -
     await put_into_quarantine(fleet.suspects, asked)
 
     async def die_last() -> None:
-        async with fleet.suspects.attempt(asked) as attempt:
+        with fleet.suspects.attempt(asked) as attempt:
             await fleet.suspects.isolate(attempt, 60_000)
             attempt.engine_id = "d2"
             await until(lambda: fleet.excluded)  # the equal one has its lease
@@ -188,11 +189,11 @@ async def test_the_wait_in_quarantine_ends_with_a_typed_error() -> None:
     suspects, asked = Suspects(), [request(), request()]
     asked[1].token_ids_u32le = b"efgh"
     await put_into_quarantine(suspects, *asked)
-    async with suspects.attempt(asked[0]) as first, suspects.attempt(asked[1]) as second:
+    with suspects.attempt(asked[0]) as first, suspects.attempt(asked[1]) as second:
         await suspects.isolate(first, 0)
         with pytest.raises(EnginesBusyError, match="within 10 ms"):
             await suspects.isolate(second, 10)
-        await suspects.answered(first)
+        suspects.answered(first)
         await suspects.isolate(second, 0)
         assert second.is_alone
 
@@ -202,12 +203,13 @@ async def test_a_stop_ends_the_wait_in_quarantine() -> None:
     order, other = two_suspects()
     asked = other.generation.request
     await put_into_quarantine(fleet.suspects, asked, order.generation.request)
-    async with fleet.suspects.attempt(asked) as attempt, asyncio.TaskGroup() as group:
+    with fleet.suspects.attempt(asked) as attempt:
         await fleet.suspects.isolate(attempt, 60_000)
-        waiting = group.create_task(run(fleet, order))
-        await until(lambda: fleet.excluded)
-        order.stop(sampling_pb2.FINISH_REASON_ABORT)
-        assert await waiting == ([], [])
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(run(fleet, order))
+            await until(lambda: fleet.excluded)
+            order.stop(sampling_pb2.FINISH_REASON_ABORT)
+            assert await waiting == ([], [])
     assert not fleet.requests
 
 
@@ -215,7 +217,7 @@ async def test_suspects_of_two_models_run_at_the_same_time() -> None:
     suspects, asked = Suspects(), [request(), request()]
     asked[1].model = "another"
     await put_into_quarantine(suspects, *asked)
-    async with suspects.attempt(asked[0]) as first, suspects.attempt(asked[1]) as second:
+    with suspects.attempt(asked[0]) as first, suspects.attempt(asked[1]) as second:
         await suspects.isolate(first, 60_000)
         await suspects.isolate(second, 0)
         assert first.is_alone
@@ -230,9 +232,9 @@ async def test_a_request_that_shares_three_deaths_and_is_not_to_blame_is_answere
         await die(suspects, "e1", one)
     with pytest.raises(PoisonRequestError):
         await die(suspects, "e2", asked[0])
-    async with suspects.attempt(asked[1]) as attempt:
+    with suspects.attempt(asked[1]) as attempt:
         await suspects.isolate(attempt, 60_000)
-        await suspects.answered(attempt)
+        suspects.answered(attempt)
     for _ in range(2):
         await die(suspects, "e3", asked[1])
 
