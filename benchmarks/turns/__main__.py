@@ -9,9 +9,9 @@ Every figure is the median of the rounds. benchmarks/README.md explains each fig
 case a session has 16 turns. A turn appends about 3.5 KB of new text to the conversation and gets a
 short fixed reply, not streamed. A second mesh, over mutual TLS and with tokens, gets the same. CPU
 time is measured with 64 concurrent sessions, and includes all work after the last answer, such as
-delivery to the collector. A third mesh sends 1 % of its traces: it and the first work by turns,
-for a second or two each, in pairs whose CPU time is compared. So do the first and a fourth, whose
-gateway serves agents itself (`inside`).
+delivery to the collector. A third mesh, whose gateway serves agents itself (`inside`), gets what
+the first one gets in most cases. A fourth sends 1 % of its traces: it and the first work by turns,
+for a second or two each, in pairs whose CPU time is compared.
 
 `--rounds` sets the number of rounds. The last line of the output is one JSON object.
 """
@@ -109,17 +109,17 @@ async def _measure_all(folder: Path, count: int, rounds: list[Round]) -> None:
             receiver = stack.enter_context(trace_receiver())
             traced = await stack.enter_async_context(running_mesh(folder, traces=receiver))
             inside = await stack.enter_async_context(running_mesh(folder, inside=True))
-            systems: dict[str, System] = {"ours": mesh, "tls": tls}
+            systems: dict[str, System] = {"ours": mesh, "tls": tls, "inside": inside}
             if PEER.exists():
                 systems["peer"] = await stack.enter_async_context(running_peer(folder, model))
             if LITELLM.exists():
                 systems["litellm"] = await stack.enter_async_context(running_litellm(folder, model))
             everything = dict(systems)
-            for system in (*systems.values(), traced, inside):
+            for system in (*systems.values(), traced):
                 sessions = _TOGETHER_SESSIONS // 4
                 await measure(system, Shape(), sessions, sessions, seed=0)
             await cases.first_bytes(timed, engine, seed=0)
-        systems = {name: one for name, one in systems.items() if name in {"ours", "peer"}}
+        systems = {name: one for name, one in systems.items() if name not in {"tls", "litellm"}}
         memory = await cases.memory(mesh, count)
         _show("memory", memory)
         spent = 0.0
@@ -133,13 +133,8 @@ async def _measure_all(folder: Path, count: int, rounds: list[Round]) -> None:
                 figures = [memory]
                 rounds.append(Round(base, figures))
                 await _measure_cases(systems, model, seed, figures)
-                for case, other, sessions, concurrent in (
-                    ("traces", traced, 16, 16),
-                    ("inside", inside, 16, 16),
-                    ("inside_1", inside, _ALONE_SESSIONS, 1),
-                ):
-                    figures.append(await cases.pairs(case, mesh, other, seed, sessions, concurrent))
-                    _show(case, figures[-1])
+                figures.append(await cases.traces(mesh, traced, seed))
+                _show("traces", figures[-1])
                 figures.append(await cases.first_bytes(timed, engine, seed))
                 _show("first byte", figures[-1])
             spent = time.monotonic() - begun
@@ -213,7 +208,7 @@ def _base_summary(rounds: Base) -> dict[str, object]:
             spent = [one.cpu_ms_per_turn[process] for one in rounds[name, 64]]
             cpu[key] = round(median(spent), 3)
     compared: dict[str, float] = {}
-    for name in peers:
+    for name in ("inside", *peers):
         compared |= {
             f"{name}_turns_per_second_1": round(rate(name, 1), 1),
             f"{name}_turns_per_second_64": round(rate(name, 64), 1),
@@ -227,6 +222,7 @@ def _base_summary(rounds: Base) -> dict[str, object]:
         "cpu_ms_per_turn_by_process": cpu,
         "tls_turns_ratio": round(rate("tls", 64) / rate("ours", 64), 3),
         "tls_cpu_ratio": round(services_cpu("tls") / services_cpu("ours"), 3),
+        "inside_cpu_ratio": round(services_cpu("inside") / services_cpu("ours"), 3),
         **compared,
         "not_installed": [name for name in ("peer", "litellm") if name not in peers],
     }

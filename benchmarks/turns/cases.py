@@ -57,10 +57,8 @@ async def contexts(name: str, system: System, model: Model, seed: int) -> Figure
     return figures
 
 
-async def pairs(
-    name: str, mesh: System, other: System, seed: int, sessions: int, concurrent: int
-) -> Figures:
-    """Returns the CPU time and the rate of turns of another mesh, over those of the first.
+async def traces(mesh: System, traced: System, seed: int) -> Figures:
+    """Returns the CPU time and the rate of turns of a mesh that sends traces, over another's.
 
     They work by turns, a second or two each: the host's own load changes more slowly.
     """
@@ -68,12 +66,12 @@ async def pairs(
     for pair in range(_PAIRS):
         for one in (0, 1) if pair % 2 else (1, 0):
             texts = seed * _PAIRS + pair
-            found = await measure((mesh, other)[one], Shape(), sessions, concurrent, texts)
+            found = await measure((mesh, traced)[one], Shape(), 16, 16, texts)
             spent[one] += found.cpu_ms
             seconds[one] += 1 / found.turns_per_second
     return {
-        f"{name}_cpu_ratio": spent[1] / spent[0],
-        f"{name}_turns_ratio": seconds[0] / seconds[1],
+        "traces_cpu_ratio": spent[1] / spent[0],
+        "traces_turns_ratio": seconds[0] / seconds[1],
     }
 
 
