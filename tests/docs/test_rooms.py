@@ -13,7 +13,7 @@ CEILINGS = {
     "services/router/rollmesh/router": (4_633, 17),
     "services/collector/rollmesh/collector": (5_344, 13),
     "services/collector/rollmesh/scorer": (366, 6),
-    "clients/rollmesh/sidecar": (5_691, 17),
+    "clients/rollmesh/sidecar": (5_708, 17),
     "clients/rollmesh/client": (7_235, 24),
     "clients/rollmesh/record": (3_576, 14),
     "clients/rollmesh/batches": (1_082, 6),

@@ -148,6 +148,8 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
         self.finds = asyncio.Event()
         """Set while it says so. Cleared, it is silent."""
         self.finds.set()
+        self.checked_keys: list[str] = []
+        """Keys that it was asked about without a turn."""
 
     async def FindSession(
         self, request: gateway_pb2.FindSessionRequest, context: Context
@@ -232,6 +234,7 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
     async def GetAnswer(
         self, request: gateway_pb2.GetAnswerRequest, context: Context
     ) -> gateway_pb2.GetAnswerResponse:
+        self.checked_keys.append(request.session_key)
         if not request.session_key.endswith("-secret"):
             raise SessionKeyWrongError("session_key: does not open this session")
         if not request.answer_id:

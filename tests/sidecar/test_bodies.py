@@ -216,26 +216,36 @@ def test_a_long_text_has_few_parts_whatever_it_says() -> None:
     assert told(read("chat/completions", messages=[user(text)])) == [("user", text)]
 
 
-@pytest.mark.parametrize(("characters", "off_the_loop"), [(1_000, False), (300_000, True)])
-async def test_a_large_body_is_read_off_the_loop(
+@pytest.mark.parametrize(
+    ("key", "bodies", "large_ones"),
+    [
+        pytest.param("rmk-5e55aaa1-secret", ["x"], set(), id="a small one"),
+        pytest.param("rmk-5e55aaa2-secret", ["xx"], {"elsewhere"}, id="a large one"),
+        pytest.param("rmk-5e55aaa3-secret", ["xx", "xxy"], set(), id="little that is new"),
+        pytest.param("rmk-5e55aaa4-secret", ["xx", "xxyy"], {"elsewhere"}, id="much that is new"),
+    ],
+)
+async def test_much_new_json_is_parsed_off_the_loop(
     monkeypatch: pytest.MonkeyPatch,
     gateway: ScriptedGateway,
-    *,
-    characters: int,
-    off_the_loop: bool,
+    key: str,
+    bodies: list[str],
+    large_ones: set[str],
 ) -> None:
-    threads = list[int]()
+    found, here, loads = set[str](), threading.get_ident(), orjson.loads
 
     def noted(data: bytes) -> Any:
-        threads.append(threading.get_ident())
+        if len(data) >= 65_536:
+            found.add("here" if threading.get_ident() == here else "elsewhere")
         return loads(data)
 
-    loads = orjson.loads
     monkeypatch.setattr(orjson, "loads", noted)
-    content = "x" * characters
     async with serving(gateway) as address, sidecar_of(SidecarConfig(gateway=address)) as url:
         async with httpx2.AsyncClient(base_url=url, timeout=60) as http:
-            body = {"messages": [user(content)]}
-            answer = await http.post(f"/sessions/{KEY}/v1/chat/completions", json=body)
-    assert answer.status_code == 200
-    assert [one != threading.get_ident() for one in threads] == [off_the_loop]
+            for texts in bodies:
+                found.clear()
+                body = {"messages": [user(one * 40_000) for one in texts]}
+                answer = await http.post(f"/sessions/{key}/v1/chat/completions", json=body)
+                assert answer.status_code == 200
+    assert found == large_ones
+    assert [len(one.messages) for one in gateway.requests] == list(map(len, bodies))

@@ -64,6 +64,22 @@ async def test_the_client_is_told_to_continue_only_with_a_key_that_opens_its_ses
         assert await known.reader.readline() == b"HTTP/1.1 100 Continue\r\n"
 
 
+async def test_the_key_of_large_bodies_is_checked_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = {"ms": 1_000_000}
+    monkeypatch.setattr("rollmesh.runtime.clock.monotonic_ms", lambda: now["ms"])
+    async with served() as (url, gateway):
+        for after_ms, checked in ((0, 1), (59_999, 1), (60_000, 2)):
+            now["ms"] = 1_000_000 + after_ms
+            assert await large_turn(url) == 200
+            assert gateway.checked_keys == [KEY] * checked
+        for _ in range(2):
+            assert await large_turn(url, CHAT.replace(b"-secret", b"-invented")) == 401
+        assert await large_turn(url, OTHER) == 200
+        assert len(gateway.checked_keys) == 5
+
+
 async def test_slow_clients_without_a_key_do_not_keep_large_requests_out() -> None:
     async with served(max_bytes_in_flight=16 * MIB) as (url, _), AsyncExitStack() as stack:
         for at in range(60):

@@ -467,6 +467,7 @@ CHAT = Protocol(
     name="chat",
     parameters=PARAMETERS,
     read=read,
+    new_bytes=lambda data, head: len(_new_part(data, head.session_key)[0]),
     error=lambda error, _request_id: to_http(error),
     error_event=b"data: ",
     keep_alive=b": keep-alive\n\n",

@@ -15,6 +15,8 @@ from rollmesh.v1 import gateway_pb2
 
 _CHECK_TIMEOUT_S = 5.0
 _STORED_TIMEOUT_S = 30.0
+_CHECKED_MS, _MOST_CHECKED = 60_000, 16_384
+"""How long a checked key counts as checked, milliseconds, and the number of such keys."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 0.5
 
 
@@ -31,6 +33,8 @@ class Gateways:
         self._turn_timeout_s = config.turn_timeout_ms / 1000
         self._takes_unknown_models = config.unknown_models == "take"
         self._directory = directory
+        self._checked_until: dict[str, int] = {}
+        """When each checked key has to be checked again, oldest first, monotonic milliseconds."""
 
     async def stream_chat(
         self, request: gateway_pb2.ChatRequest
@@ -87,14 +91,21 @@ class Gateways:
                 await asyncio.sleep(backoff.next_s())
 
     async def check_key(self, session_id: str, key: str) -> None:
-        """Checks that a key opens an open session.
+        """Checks that a key opens an open session, or did within the last minute.
 
         Raises:
             SessionKeyWrongError: It does not.
             RollmeshError: The gateway refused the request or failed.
         """
+        known, now_ms = f"{session_id} {key}", clock.monotonic_ms()
+        if now_ms < self._checked_until.get(known, 0):
+            return
         request = gateway_pb2.GetAnswerRequest(session_id=session_id, session_key=key)
         await self.ask(session_id, "GetAnswer", request, _CHECK_TIMEOUT_S)
+        self._checked_until.pop(known, None)
+        self._checked_until[known] = now_ms + _CHECKED_MS
+        if len(self._checked_until) > _MOST_CHECKED:
+            del self._checked_until[next(iter(self._checked_until))]
 
     async def check(self) -> None:
         """Checks that a gateway answers."""

@@ -59,7 +59,7 @@ _MODEL_REQUEST = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _log = logging.getLogger(__name__)
 _LEFT = 499
 _LARGE_BODY_BYTES = 64 * 1024
-"""A body of this size is parsed in a thread, and received only once its key was checked."""
+"""A body of this size is received only once its key was checked. So much JSON has a thread."""
 _UNCHECKED_S = 1.0
 """A smaller body that takes longer is received only once its key was checked."""
 _READ_AT_A_TIME = 2
@@ -231,6 +231,8 @@ class Protocol:
     """The beginning of the event that reports an error inside a stream, before its JSON."""
     keep_alive: bytes
     """The event that is sent on a stream after a silence."""
+    new_bytes: Callable[[bytes, Head], int] = lambda body, _: len(body)
+    """Returns how many bytes of a body `read` would parse."""
     request_id_header: bytes = b"x-request-id"
     """Header of every answer with the request's id."""
     count: Callable[[int], bytes] | None = None
@@ -484,8 +486,8 @@ class TurnEndpoint:
         """Receives and reads a body.
 
         A small one is received first, and the gateway checks the key with the request. The key of a
-        larger or slower one is checked before more of it is taken than the server reads ahead. A
-        large one is read in a thread, so that it does not block the event loop.
+        larger or slower one is checked before more of it is taken than the server reads ahead. One
+        with much that is new is read in a thread, so that it does not block the event loop.
         """
         if int(head.headers.get(b"content-length") or _LARGE_BODY_BYTES) < _LARGE_BODY_BYTES:
             with suppress(TimeoutError):
@@ -496,7 +498,10 @@ class TurnEndpoint:
         if (held := exchange.scope.get(HELD_BODY)) is not None:
             held.belongs_to(f"session {head.session_id}")
         body = await exchange.body()
-        if len(body) < _LARGE_BODY_BYTES:
+        new_bytes = len(body)
+        if new_bytes >= _LARGE_BODY_BYTES:
+            new_bytes = exchange.protocol.new_bytes(body, head)
+        if new_bytes < _LARGE_BODY_BYTES:
             return exchange.protocol.read(body, head)
         async with self._large_bodies.slot(head.session_id):
             return await asyncio.to_thread(exchange.protocol.read, body, head)
