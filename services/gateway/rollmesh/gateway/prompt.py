@@ -141,7 +141,7 @@ def build_prompt(
 
 # Turns a chat request into tokens: the tree's, and the tokens that the template adds.
 
-_INLINE_CHARS, _INLINE_GROUPS = 4_096, 64
+_INLINE_CHARS, _INLINE_GROUPS = 4_096, 512
 """A prompt with less new text, in a shorter conversation, is made on the event loop: it takes less
 than a millisecond, and a thread would cost as much."""
 _SHORT_CHARS = 16_384  # tokenised in about 3 ms. Longer text has its own threads

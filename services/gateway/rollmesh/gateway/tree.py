@@ -143,7 +143,8 @@ class Node:
     record_bytes: int = 0
     """Approximate upper bound of the path's size in a record, up to this node, bytes."""
     as_printed: bool | None = None
-    """Whether the template renders a sampled answer as it was sampled. None if not checked yet."""
+    """Whether the template renders the path up to here, the end of this node aside, as it was
+    sampled. None if not checked yet."""
     seen: Seen | None = None
     """State of the template's render up to this node, which is lost on restart."""
     children: list["Node"] = field(default_factory=list)

@@ -73,7 +73,8 @@ class HeldGroup(Protocol):
     """One group of a conversation, with its ids."""
 
     as_printed: bool | None
-    """Whether the template prints an answer as it was sampled. None before the comparison."""
+    """Whether the template prints the context up to this group, its end aside, as it was sampled.
+    None before the comparison."""
     seen: Seen | None
     """The render of the context up to this group, if it was compared and is equal."""
 
@@ -435,18 +436,20 @@ class Continuation:
         context: RenderContext,
         show: Show,
     ) -> int | None:
-        for at, node in enumerate(path):
-            if not node.was_sampled:
-                continue
+        begun = len(path)
+        while begun and path[begun - 1].as_printed is None:
+            begun -= 1
+        for at in range(max(begun - 1, 0), len(path)):
+            node = path[at]
             if node.as_printed is None:
-                node.as_printed = self._is_as_printed(
+                node.as_printed = not node.was_sampled or self._is_as_printed(
                     cutter,
                     node,
                     [*show(groups[: min(at, 1)]), *groups[1:at], *show([groups[at]])],
                     context,
                 )
             role = groups[at + 1][0].role if at + 1 < len(groups) else "assistant"
-            if not node.as_printed or self._ends_otherwise(node, role):
+            if not node.as_printed or (node.was_sampled and self._ends_otherwise(node, role)):
                 return at
         return None
 
