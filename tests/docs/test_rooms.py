@@ -7,8 +7,8 @@ from tests.paths import ROOT
 CEILINGS = {
     "services/runtime/rollmesh/runtime": (9_989, 63),
     "services/runtime/rollmesh/mesh": (4_455, 13),
-    "services/gateway/rollmesh/chat": (7_954, 38),
-    "services/gateway/rollmesh/gateway": (10_693, 28),
+    "services/gateway/rollmesh/chat": (7_957, 38),
+    "services/gateway/rollmesh/gateway": (10_694, 28),
     "services/engine/rollmesh/engine": (7_958, 31),
     "services/router/rollmesh/router": (4_633, 17),
     "services/collector/rollmesh/collector": (5_344, 13),
