@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import web
@@ -24,10 +23,10 @@ class Answering(RelayClient):
         super().__init__(url, "one", "key")
         self.session: Any = SimpleNamespace(base_url=f"{url}/v1")
 
-    async def _session(self, http: aiohttp.ClientSession, rollout: Rollout) -> Any:
+    async def _session(self, rollout: Rollout) -> Any:
         return self.session
 
-    async def _close_ended(self, http: aiohttp.ClientSession) -> None:
+    async def _close_ended(self) -> None:
         await asyncio.Event().wait()
 
 

@@ -201,32 +201,75 @@ class Rollout:
         return found.tries
 
 
-@dataclass(eq=False)
-class _Asked:
-    """A request of a rollout."""
+class _Request:
+    """A request of a rollout, and its answer in frames."""
 
-    rollout: Rollout
-    digest: bytes
-    tries: int
-    """How often the answer to an equal one was lost before."""
-    ended_s: float = math.inf
-
-    @classmethod
-    def of(cls, rollout: Rollout, frame: Mapping[str, Any], now_s: float) -> "_Asked":
+    def __init__(
+        self,
+        rollout: Rollout,
+        frame: Mapping[str, Any],
+        relay: aiohttp.ClientWebSocketResponse,
+        now_s: float,
+    ) -> None:
+        self.rollout = rollout
+        self.frame = frame
+        self.number: str = frame["request_id"]
+        self.ended_s = math.inf
         text = "\n".join(frame[name] for name in ("method", "target", "body_b64"))
-        digest = sha256(text.encode()).digest()
-        return cls(rollout, digest, rollout.tries(digest, now_s))
+        self._digest = sha256(text.encode()).digest()
+        self._tries = rollout.tries(self._digest, now_s)
+        self._relay = relay
+        self._frames = 0
+        self._begun = False
 
-    def mark(self, headers: Headers) -> Headers:
-        """Returns the headers of a retry, also where the agent marks none."""
-        marks = {name for name, text in headers if name == _KEY or (name == _RETRY and text != "0")}
-        if not self.tries or marks:
-            return headers
-        return [one for one in headers if one[0] != _RETRY] + [(_RETRY, str(self.tries))]
+    def headers(self) -> Headers:
+        """Returns the headers that are passed on. A retry is marked, also if the agent does not."""
+        passed = [(name, text) for name, text in self.frame["headers"] if name not in _NOT_PASSED]
+        marks = {name for name, text in passed if name == _KEY or (name == _RETRY and text != "0")}
+        if not self._tries or marks:
+            return passed
+        return [one for one in passed if one[0] != _RETRY] + [(_RETRY, str(self._tries))]
 
     def lose(self, now_s: float) -> None:
         """Notes that the answer did not reach the relay."""
-        self.rollout.lost.append(Lost(self.digest, self.tries + 1, now_s + _LOST_S))
+        self.rollout.lost.append(Lost(self._digest, self._tries + 1, now_s + _LOST_S))
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        """Sends the status and the headers."""
+        self._begun = True
+        await self._send("response_start", status=status, headers=headers[:128])
+
+    async def pass_on(self, content: aiohttp.StreamReader) -> None:
+        """Sends the body as it arrives, in few frames."""
+        loop = asyncio.get_running_loop()
+        next_s = 0.0
+        while data := await content.readany():
+            if (wait_s := next_s - loop.time()) > 0:
+                await asyncio.sleep(wait_s)
+                data += content.read_nowait()
+            for start in range(0, len(data), _PIECE_BYTES):
+                piece = base64.b64encode(data[start : start + _PIECE_BYTES]).decode()
+                await self._send("response_chunk", body_b64=piece)
+                self._frames += 1
+            next_s = loop.time() + (_QUICK_S if self._frames < _QUICK_FRAMES else _SLOW_S)
+        await self._send("response_end")
+
+    async def fail(self, status: int, code: str, message: str) -> None:
+        """Answers with an error, or cuts an answer that has begun."""
+        if self._begun:
+            await self._send("error", code=code[:200], message=message[:4096])
+            return
+        body = json.dumps({"error": {"code": code, "message": message}}).encode()
+        await self.begin(status, [("content-type", "application/json"), ("retry-after", "1")])
+        await self._send("response_chunk", body_b64=base64.b64encode(body).decode())
+        await self._send("response_end")
+
+    async def _send(self, kind: str, **values: Any) -> None:
+        """Sends a frame. An answer whose connection is lost is only read."""
+        if self._relay.closed:
+            return
+        with suppress(ConnectionError, aiohttp.ClientError):
+            await self._relay.send_json({"type": kind, "request_id": self.number, **values})
 
 
 class RelayClient(ABC):
@@ -242,6 +285,7 @@ class RelayClient(ABC):
         self._headers = {"Authorization": f"Bearer {key}"}
         self._rollouts: dict[str, Rollout] = {}
         self._openings: set[asyncio.Task[Session]] = set()
+        self._http: Any = None  # an `aiohttp.ClientSession` while it runs
         self.connected = asyncio.Event()
         """Set while the relay is connected."""
 
@@ -257,11 +301,11 @@ class RelayClient(ABC):
             async with (
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=0), timeout=_QUERY
-                ) as http,
+                ) as self._http,
                 asyncio.TaskGroup() as tasks,
             ):
-                tasks.create_task(self._close_ended(http))
-                await self._stay_connected(http, tasks)
+                tasks.create_task(self._close_ended())
+                await self._stay_connected(tasks)
         except* HarborError as errors:
             refusal = next(one for one in errors.exceptions if isinstance(one, HarborError))
         finally:
@@ -270,11 +314,11 @@ class RelayClient(ABC):
         if refusal is not None:
             raise refusal
 
-    async def _stay_connected(self, http: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> None:
+    async def _stay_connected(self, tasks: asyncio.TaskGroup) -> None:
         backoff = Backoff(0.2, 5.0)
         while True:
             try:
-                async with http.ws_connect(
+                async with self._http.ws_connect(
                     f"{self._server}/connect",
                     params={"session_id": self._name},
                     headers=self._headers,
@@ -285,7 +329,7 @@ class RelayClient(ABC):
                     _log.info("connected to Harbor's relay", extra=self._what())
                     backoff.reset()
                     self.connected.set()
-                    await self._answer_all(http, relay, tasks)
+                    await self._answer_all(relay, tasks)
                 reason = f"closed with {relay.close_code}"
             except aiohttp.WSServerHandshakeError as error:
                 if error.status in {400, 401, 403, 404}:
@@ -299,10 +343,7 @@ class RelayClient(ABC):
             await asyncio.sleep(backoff.next_s())
 
     async def _answer_all(
-        self,
-        http: aiohttp.ClientSession,
-        relay: aiohttp.ClientWebSocketResponse,
-        tasks: asyncio.TaskGroup,
+        self, relay: aiohttp.ClientWebSocketResponse, tasks: asyncio.TaskGroup
     ) -> None:
         """Answers the requests of one connection.
 
@@ -311,15 +352,14 @@ class RelayClient(ABC):
         connector marks such repeats.
         """
         loop = asyncio.get_running_loop()
-        running: dict[str, tuple[asyncio.Task[None], _Asked]] = {}
-        ended: deque[tuple[str, _Asked]] = deque(maxlen=_MOST_ENDED)
+        running: dict[str, tuple[asyncio.Task[None], _Request]] = {}
+        ended: deque[_Request] = deque(maxlen=_MOST_ENDED)
         heard_s = loop.time()
 
         def end(answer: asyncio.Task[None]) -> None:
-            number = answer.get_name()
-            _, asked = running.pop(number)
-            asked.ended_s = loop.time()
-            ended.append((number, asked))
+            _, request = running.pop(answer.get_name())
+            request.ended_s = loop.time()
+            ended.append(request)
 
         try:
             async for message in relay:
@@ -331,33 +371,27 @@ class RelayClient(ABC):
                 if frame.get("type") == "request":
                     rollout_id = frame["rollout_id"]
                     rollout = self._rollouts.setdefault(rollout_id, Rollout(rollout_id))
-                    asked = _Asked.of(rollout, frame, heard_s)
-                    work = self._answer(http, _Reply(relay, number), frame, asked)
-                    running[number] = (tasks.create_task(work, name=number), asked)
+                    request = _Request(rollout, frame, relay, heard_s)
+                    work = self._answer(request)
+                    running[number] = (tasks.create_task(work, name=number), request)
                     running[number][0].add_done_callback(end)
                 elif frame.get("reason") in _GIVEN_UP and number in running:
                     running[number][0].cancel()
                 elif frame.get("reason") == _BUFFER:
                     _log.warning(_FULL, extra=self._what())
-                    cut = [one for at, one in ended if at == number]
-                    for asked in [*cut, *(one for at, (_, one) in running.items() if at == number)]:
-                        asked.lose(heard_s)
+                    for request in [*ended, *(one for _, one in running.values())]:
+                        if request.number == number:
+                            request.lose(heard_s)
         finally:
             now_s = loop.time()
             since_s = max(heard_s - _FLIGHT_S, now_s - _SILENT_S)
-            for _, asked in [*ended, *running.values()]:
-                if asked.ended_s >= since_s:
-                    asked.lose(now_s)
+            for request in [*ended, *(one for _, one in running.values())]:
+                if request.ended_s >= since_s:
+                    request.lose(now_s)
 
-    async def _answer(
-        self,
-        http: aiohttp.ClientSession,
-        reply: "_Reply",
-        frame: Mapping[str, Any],
-        asked: _Asked,
-    ) -> None:
+    async def _answer(self, request: _Request) -> None:
         """Answers a request through the session of its rollout."""
-        rollout = asked.rollout
+        rollout = request.rollout
         this = asyncio.current_task()
         assert this is not None
         rollout.answers.add(this)
@@ -366,10 +400,10 @@ class RelayClient(ABC):
         try:
             while True:
                 try:
-                    session = await asyncio.shield(self._opening(http, rollout))
+                    session = await asyncio.shield(self._opening(rollout))
                     if rollout.has_ended:  # the session was opened to be closed
                         raise RolloutEndedError(f"rollout {rollout.id} has ended")
-                    return await self._forward(http, session.base_url, reply, frame, asked)
+                    return await self._forward(session.base_url, request)
                 except aiohttp.ClientConnectorError:  # the sidecar is gone, and has no request
                     if asyncio.get_running_loop().time() > deadline_s:
                         raise
@@ -378,34 +412,25 @@ class RelayClient(ABC):
         except (RollmeshError, HarborError) as error:
             if isinstance(error, RolloutEndedError) and not rollout.has_ended:
                 self._rollouts.pop(rollout.id, None)  # its end was noted long ago
-            await reply.fail(
-                _status_of(error), getattr(error, "reason", "unavailable").lower(), str(error)
-            )
+            status = 400 if isinstance(error, InvalidFieldError) else 503
+            if isinstance(error, SessionClosedError | RolloutEndedError):
+                status = 410
+            await request.fail(status, getattr(error, "reason", "unavailable").lower(), str(error))
         except (aiohttp.ClientError, TimeoutError) as error:
-            await reply.fail(503, "unavailable", str(error) or type(error).__name__)
+            await request.fail(503, "unavailable", str(error) or type(error).__name__)
         finally:
             rollout.answers.discard(this)
 
-    async def _forward(
-        self,
-        http: aiohttp.ClientSession,
-        base_url: str,
-        reply: "_Reply",
-        frame: Mapping[str, Any],
-        asked: _Asked,
-    ) -> None:
-        path = path_of(frame["target"])
-        if not path:
-            await reply.fail(404, "invalid_target", f"there is no {frame['target'][:200]}")
+    async def _forward(self, base_url: str, request: _Request) -> None:
+        frame = request.frame
+        if not (path := path_of(frame["target"])):
+            await request.fail(404, "invalid_target", f"there is no {frame['target'][:200]}")
             return
-        url = URL(base_url.removesuffix("/v1") + path, encoded=True)
-        passed = [(name, text) for name, text in frame["headers"] if name not in _NOT_PASSED]
-        body = base64.b64decode(frame["body_b64"])
-        async with http.request(
+        async with self._http.request(
             frame["method"],
-            url,
-            headers=asked.mark(passed),
-            data=body,
+            URL(base_url.removesuffix("/v1") + path, encoded=True),
+            headers=request.headers(),
+            data=base64.b64decode(frame["body_b64"]),
             timeout=_ANSWER,
             allow_redirects=False,
         ) as response:
@@ -414,16 +439,16 @@ class RelayClient(ABC):
                 for name, text in response.headers.items()
                 if name.lower() not in _NOT_RETURNED
             ]
-            await reply.begin(response.status, headers)
-            await reply.relay(response.content)
+            await request.begin(response.status, headers)
+            await request.pass_on(response.content)
 
-    def _opening(self, http: aiohttp.ClientSession, rollout: Rollout) -> asyncio.Task[Session]:
+    def _opening(self, rollout: Rollout) -> asyncio.Task[Session]:
         """Returns the opening of a rollout's session. One that has failed is tried again."""
         opening = rollout.opening
         if opening is None or (
             opening.done() and (opening.cancelled() or opening.exception() is not None)
         ):
-            opening = asyncio.get_running_loop().create_task(self._session(http, rollout))
+            opening = asyncio.get_running_loop().create_task(self._session(rollout))
             self._openings.add(opening)
             opening.add_done_callback(self._opened)
             rollout.opening = opening
@@ -435,7 +460,7 @@ class RelayClient(ABC):
             opening.exception()  # each waiting request has it
 
     @abstractmethod
-    async def _session(self, http: aiohttp.ClientSession, rollout: Rollout) -> Session:
+    async def _session(self, rollout: Rollout) -> Session:
         """Returns the session of a rollout.
 
         Raises:
@@ -444,7 +469,7 @@ class RelayClient(ABC):
         """
 
     @abstractmethod
-    async def _close_ended(self, http: aiohttp.ClientSession) -> None:
+    async def _close_ended(self) -> None:
         """Closes the sessions of rollouts that have ended, if the relay opened them."""
 
     def _what(self, **more: object) -> dict[str, dict[str, object]]:
@@ -489,7 +514,7 @@ class Connector(RelayClient):
         self._jobs: dict[str, bool] = {}
         """Whether the sessions of a job's rollouts are this connector's, by the id of the job."""
 
-    async def _session(self, http: aiohttp.ClientSession, rollout: Rollout) -> Session:
+    async def _session(self, rollout: Rollout) -> Session:
         """Opens the session of a rollout, or finds it.
 
         Raises:
@@ -497,14 +522,14 @@ class Connector(RelayClient):
             HarborError: The server does not answer.
             RollmeshError: The mesh cannot open it.
         """
-        (found,) = await self._query(http, [[_ROWS, rollout.id]])
+        (found,) = await self._query([[_ROWS, rollout.id]])
         if not found:
             raise RolloutEndedError(f"{_UNKNOWN} {rollout.id}")
         (row,) = found
         if row["state"] in _ENDED and not rollout.has_ended:
             raise RolloutEndedError(f"rollout {rollout.id} has ended")
         policy = [row[name] for name in ("job_id", "task_name", "task_digest", "agent")]
-        (seats,) = await self._query(http, [[_SEATS, *policy]])
+        (seats,) = await self._query([[_SEATS, *policy]])
         first = json.loads(row["retry_ids"])[-1]
         ids = [one["id"] for one in seats]
         request = self._client.session_request(
@@ -523,57 +548,56 @@ class Connector(RelayClient):
         )
         return await self._client.open_session(request)
 
-    async def _query(
-        self, http: aiohttp.ClientSession, statements: Sequence[Sequence[Any]]
-    ) -> list[list[dict[str, Any]]]:
+    async def _query(self, statements: Sequence[Sequence[Any]]) -> list[list[dict[str, Any]]]:
         """Returns the rows of each statement.
 
         Raises:
             HarborError: The server does not answer, or refuses.
         """
         try:
-            async with http.post(
-                f"{self._server}/query",
-                json=statements,
-                headers=self._headers,
-                timeout=_QUERY,
+            async with self._http.post(
+                f"{self._server}/query", json=statements, headers=self._headers
             ) as response:
                 found = await response.json(content_type=None)
                 results = found["results"] if response.status == 200 else []
-                return [one["rows"] for one in results] or _refused(found)
+                rows: list[list[dict[str, Any]]] = [one["rows"] for one in results]
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
             raise HarborError(f"{self._server}/query: {error or 'no answer in time'}") from error
+        if not rows:
+            refused = json.dumps(found)[:500]
+            raise HarborError(f"the Harbor server refuses a question: {refused}")
+        return rows
 
-    async def _close_ended(self, http: aiohttp.ClientSession) -> None:
+    async def _close_ended(self) -> None:
         """Closes the sessions of rollouts that have ended, while the connector has the relay."""
         while True:
             try:
                 if not self._begun:
-                    ((times,),) = await self._query(http, [[_NOW]])
+                    ((times,),) = await self._query([[_NOW]])
                     self._begun, self._noted = times["now"], (times["yesterday"], "")
                 if self.connected.is_set():  # else another connector may have it
-                    await self._note_ends(http)
+                    await self._note_ends()
             except (RollmeshError, HarborError) as error:
                 _log.warning("ends were not read", extra=self._what(error=str(error)))
             known = list(self._rollouts) if self.connected.is_set() else []
             for start in range(0, len(known), _MOST_ASKED):
-                await self._close_those_of(http, known[start : start + _MOST_ASKED])
+                await self._close_those_of(known[start : start + _MOST_ASKED])
             await asyncio.sleep(_POLL_S)
 
-    async def _note_ends(self, http: aiohttp.ClientSession) -> None:
+    async def _note_ends(self) -> None:
         """Notes the next rollouts that have ended, also those that never called the model.
 
         Raises:
             HarborError: The server does not answer, or refuses.
             RollmeshError: The mesh does not say whether it has sessions of a job.
         """
-        (rows,) = await self._query(http, [[_ENDS, *self._noted, self._noted[0]]])
+        (rows,) = await self._query([[_ENDS, *self._noted, self._noted[0]]])
         for row in rows:
-            if row["id"] in self._rollouts or await self._is_own(http, row):
+            if row["id"] in self._rollouts or await self._is_own(row):
                 self._rollouts.setdefault(row["id"], Rollout(row["id"])).has_ended = True
             self._noted = (row["updated_at"], row["id"])
 
-    async def _is_own(self, http: aiohttp.ClientSession, row: Mapping[str, Any]) -> bool:
+    async def _is_own(self, row: Mapping[str, Any]) -> bool:
         """Returns whether the sessions of a rollout's job are to be closed by this connector.
 
         A job that ended before the connector began may belong to an earlier mesh. So this mesh must
@@ -583,33 +607,30 @@ class Connector(RelayClient):
         if job_id not in self._jobs:
             url = f"{self._server}/jobs/{job_id}"
             try:
-                async with http.get(url, headers=self._headers, timeout=_QUERY) as response:
+                async with self._http.get(url, headers=self._headers) as response:
                     found = await response.json(content_type=None)
                     name = found["job"].get("session_id") if response.status == 200 else None
             except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
                 raise HarborError(f"{url}: {error or 'no answer in time'}") from error
             is_own = name == self._name
             if is_own and row["finished_at"] is not None and row["finished_at"] < self._begun:
-                (rollouts,) = await self._query(http, [[_OF_JOB, job_id]])
-                is_own = await self._has_any([one["id"] for one in rollouts])
+                (rollouts,) = await self._query([[_OF_JOB, job_id]])
+                is_own = False
+                for one in rollouts:
+                    if await self._client.find_session(_request_id(one["id"])):
+                        is_own = True
+                        break
             if len(self._jobs) >= _MOST_JOBS:
                 self._jobs.clear()
             self._jobs[job_id] = is_own
         return self._jobs[job_id]
 
-    async def _has_any(self, rollouts: Sequence[str]) -> bool:
-        """Returns whether the mesh has had a session of one of these rollouts."""
-        for one in rollouts:
-            if await self._client.find_session(_request_id(one)):
-                return True
-        return False
-
-    async def _close_those_of(self, http: aiohttp.ClientSession, ids: Sequence[str]) -> None:
+    async def _close_those_of(self, ids: Sequence[str]) -> None:
         """Closes the sessions of those rollouts that have ended."""
         marks = ", ".join("?" * len(ids))
         asked = [[one.replace("?", marks), *ids] for one in (_ROWS, _REWARDS)]
         try:
-            rows, rewards = await self._query(http, asked)
+            rows, rewards = await self._query(asked)
         except HarborError as error:
             _log.warning("rollouts were not read", extra=self._what(error=str(error)))
             return
@@ -626,15 +647,15 @@ class Connector(RelayClient):
         ]
         for start in range(0, len(ended), _CLOSED_AT_ONCE):
             batch = ended[start : start + _CLOSED_AT_ONCE]
-            await asyncio.gather(*(self._close(http, *one) for one in batch))
+            await asyncio.gather(*(self._close(*one) for one in batch))
 
-    async def _close(self, http: aiohttp.ClientSession, rollout: Rollout, ending: Ending) -> None:
+    async def _close(self, rollout: Rollout, ending: Ending) -> None:
         """Closes a session. If the mesh is away, the next round tries again."""
         rollout.has_ended = True
         for answer in rollout.answers:  # no agent waits for them
             answer.cancel()
         try:
-            session = await asyncio.shield(self._opening(http, rollout))
+            session = await asyncio.shield(self._opening(rollout))
             session.reward = ending.reward
             await self._client.close_session(
                 session,
@@ -651,80 +672,18 @@ class Connector(RelayClient):
             _log.warning("session was not closed, will retry", extra=what)
             return
         else:
-            await self._write_details(session)
+            try:
+                if self._trials is not None:
+                    await self._trials.write(self._client, session.session_id)
+            except (RollmeshError, TimeoutError, OSError, ValueError) as error:
+                what = self._what(session_id=session.session_id, error=str(error))
+                _log.warning("sampled tokens were not written", extra=what)
         self._rollouts.pop(rollout.id, None)
-
-    async def _write_details(self, session: Session) -> None:
-        """Writes the sampled tokens of a closed session into its trial, if it is reached."""
-        if self._trials is None:
-            return
-        try:
-            await self._trials.write(self._client, session.session_id)
-        except (RollmeshError, TimeoutError, OSError, ValueError) as error:
-            what = self._what(session_id=session.session_id, error=str(error))
-            _log.warning("sampled tokens were not written", extra=what)
 
 
 def _request_id(rollout_id: str) -> str:
     """Returns the request id of a rollout's session."""
     return f"harbor-{rollout_id}"
-
-
-class _Reply:
-    """The answer to one request, in frames."""
-
-    def __init__(self, relay: aiohttp.ClientWebSocketResponse, number: str) -> None:
-        self._relay = relay
-        self._number = number
-        self._frames = 0
-        self._begun = False
-
-    async def begin(self, status: int, headers: Headers) -> None:
-        """Sends the status and the headers."""
-        self._begun = True
-        await self._send("response_start", status=status, headers=headers[:128])
-
-    async def relay(self, content: aiohttp.StreamReader) -> None:
-        """Sends the body as it arrives, in few frames."""
-        loop = asyncio.get_running_loop()
-        next_s = 0.0
-        while data := await content.readany():
-            if (wait_s := next_s - loop.time()) > 0:
-                await asyncio.sleep(wait_s)
-                data += content.read_nowait()
-            for start in range(0, len(data), _PIECE_BYTES):
-                piece = base64.b64encode(data[start : start + _PIECE_BYTES]).decode()
-                await self._send("response_chunk", body_b64=piece)
-                self._frames += 1
-            next_s = loop.time() + (_QUICK_S if self._frames < _QUICK_FRAMES else _SLOW_S)
-        await self._send("response_end")
-
-    async def fail(self, status: int, code: str, message: str) -> None:
-        """Answers with an error, or cuts an answer that has begun."""
-        if self._begun:
-            await self._send("error", code=code[:200], message=message[:4096])
-            return
-        body = json.dumps({"error": {"code": code, "message": message}}).encode()
-        await self.begin(status, [("content-type", "application/json"), ("retry-after", "1")])
-        await self._send("response_chunk", body_b64=base64.b64encode(body).decode())
-        await self._send("response_end")
-
-    async def _send(self, kind: str, **values: Any) -> None:
-        """Sends a frame. An answer whose connection is lost is only read."""
-        if self._relay.closed:
-            return
-        with suppress(ConnectionError, aiohttp.ClientError):
-            await self._relay.send_json({"type": kind, "request_id": self._number, **values})
-
-
-def _status_of(error: Exception) -> int:
-    """Returns the HTTP status of an error of a session that cannot be opened."""
-    match error:
-        case SessionClosedError() | RolloutEndedError():
-            return 410
-        case InvalidFieldError():
-            return 400
-    return 503
 
 
 def refusal(status: int) -> str:
@@ -739,7 +698,3 @@ def refusal(status: int) -> str:
                 f"the Harbor server refuses the connection ({status}); a session has 1 to 200 "
                 "letters, digits, - and _"
             )
-
-
-def _refused(found: Any) -> list[list[dict[str, Any]]]:
-    raise HarborError(f"the Harbor server refuses a question: {json.dumps(found)[:500]}")

@@ -159,10 +159,10 @@ class _OneSession(RelayClient):
         super().__init__(server, session.session_id, key)
         self._open_session = session
 
-    async def _session(self, http: aiohttp.ClientSession, rollout: Rollout) -> Session:
+    async def _session(self, rollout: Rollout) -> Session:
         return self._open_session
 
-    async def _close_ended(self, http: aiohttp.ClientSession) -> None:
+    async def _close_ended(self) -> None:
         """Closes none: the rollout of the mesh closes its session."""
 
 
@@ -220,10 +220,7 @@ class _Server:
         Raises:
             HarborError: The server does not have it, or does not answer.
         """
-        status, found = await self._call("GET", f"/rollouts/{rollout_id}")
-        if status != 200:
-            raise HarborError(_refused(status, found))
-        rollout: dict[str, Any] = found["rollout"]
+        rollout: dict[str, Any] = (await self._asked("GET", f"/rollouts/{rollout_id}"))["rollout"]
         return rollout
 
     async def cancel(self, name: str) -> None:
@@ -233,16 +230,19 @@ class _Server:
             HarborError: The server refuses, or does not answer.
         """
         for job in await self._query(_JOBS, name):
-            status, found = await self._call("POST", f"/jobs/{job['id']}/cancel", json={})
-            if status != 200:
-                raise HarborError(_refused(status, found))
+            await self._asked("POST", f"/jobs/{job['id']}/cancel", json={})
 
     async def _query(self, sql: str, *values: str) -> list[dict[str, Any]]:
-        status, found = await self._call("POST", "/query", json=[[sql, *values]])
-        if status != 200:
-            raise HarborError(_refused(status, found))
+        found = await self._asked("POST", "/query", json=[[sql, *values]])
         rows: list[dict[str, Any]] = found["results"][0]["rows"]
         return rows
+
+    async def _asked(self, method: str, path: str, **options: Any) -> Any:
+        """Returns the JSON of an answer. Raises as `_call`, and if the server refuses."""
+        status, found = await self._call(method, path, **options)
+        if status != 200:
+            raise HarborError(_refused(status, found))
+        return found
 
     async def _poll(self) -> NoReturn:
         """Tells the waiting attempts the ends of their rollouts. Asks once for all of them."""
@@ -346,9 +346,18 @@ class HarborRunner:
             HarborError: The server refuses the key, has no relay, or does not answer.
             InvalidFieldError: The sample is no task, or the server refuses the job.
         """
-        body = self._submission(task_of(sample), session)
-        relay = _OneSession(session, self._server, self._key)
         name = session.session_id
+        config = {
+            **self._job,
+            "job_name": name,
+            "n_attempts": 1,
+            "n_concurrent_trials": 1,
+            "quiet": True,
+            "retry": {"max_retries": 0},  # a second attempt has a session of its own
+            "tasks": [task_of(sample)],
+        }
+        body = {"config": config, "relay_inference": True, "session_id": name}
+        relay = _OneSession(session, self._server, self._key)
         watched = json.dumps({"server": self._server, "key": self._key, "name": name})
         async with self._used() as server:
             _REAPER.watch(watched)
@@ -362,7 +371,8 @@ class HarborRunner:
                     try:
                         await server.cancel(name)
                     except HarborError as error:  # it is tried again when this process ends
-                        _log.warning("job was not cancelled", extra=_where(session, error))
+                        where = fields(session_id=name, error=str(error))
+                        _log.warning("job was not cancelled", extra=where)
                         return
                 _REAPER.forget(watched)
 
@@ -393,18 +403,6 @@ class HarborRunner:
         if self._trials is not None:
             await self._trials.write(client, session_id)
 
-    def _submission(self, task: Mapping[str, str], session: Session) -> dict[str, Any]:
-        config = {
-            **self._job,
-            "job_name": session.session_id,
-            "n_attempts": 1,
-            "n_concurrent_trials": 1,
-            "quiet": True,
-            "retry": {"max_retries": 0},  # a second attempt has a session of its own
-            "tasks": [task],
-        }
-        return {"config": config, "relay_inference": True, "session_id": session.session_id}
-
     @staticmethod
     async def _ended(server: _Server, job_id: str, answering: asyncio.Task[None]) -> dict[str, Any]:
         ending = asyncio.get_running_loop().create_task(server.ended(job_id))
@@ -431,7 +429,3 @@ class HarborRunner:
             if not server.users:
                 del self._servers[loop]
                 await server.close()
-
-
-def _where(session: Session, error: Exception) -> dict[str, dict[str, object]]:
-    return fields(session_id=session.session_id, error=str(error))

@@ -47,8 +47,7 @@ Revision: TypeAlias = tuple[str, int]
 """Name and version."""
 
 
-def revision_of(adapter: sampling_pb2.AdapterRef) -> Revision:
-    """Returns the key of an adapter revision."""
+def _revision_of(adapter: sampling_pb2.AdapterRef) -> Revision:
     return adapter.name, adapter.version
 
 
@@ -77,14 +76,16 @@ def read_config(text: str, max_rank: int) -> dict[str, Any]:
             f"rank_pattern, alpha_pattern: have {len(keys)} names with {choices} choices; give at "
             f"most {_MOST_NAMES} with {_MOST_CHOICES_OF_ALL}",
         )
-    for name, one in {"r": rank, **_fields("rank_pattern", ranks)}.items():
+    own = {f"rank_pattern[{at!r}]": ranks[at] for at in ranks}
+    for name, one in {"r": rank, **own}.items():
         if type(one) is not int or not 0 < one <= max_rank:
             above = type(one) is int and one > 0
             more = f", or start the engine with max_adapter_rank={one!r:.80}" if above else ""
             raise InvalidFieldError(
                 _CONFIG, f"{name:.{_SHOWN}}: is {one!r:.80}; give 1 to {max_rank}{more}"
             )
-    for name, one in {"lora_alpha": alpha, **_fields("alpha_pattern", alphas)}.items():
+    own = {f"alpha_pattern[{at!r}]": alphas[at] for at in alphas}
+    for name, one in {"lora_alpha": alpha, **own}.items():
         if type(one) not in {int, float} or not abs(one) <= sys.float_info.max:
             raise InvalidFieldError(_CONFIG, f"{name:.{_SHOWN}}: is {one!r:.80}; give a number")
     if config.get("bias", "none") != "none":
@@ -107,7 +108,12 @@ def _pattern(config: dict[str, Any], field: str) -> dict[str, Any]:
     if not isinstance(pattern, dict):
         raise InvalidFieldError(_CONFIG, f"{field}: is no object; give values by module")
     for name in pattern:
-        if not _is_bounded(name):
+        is_bounded = len(name) <= _MOST_CHARS and _NAME.fullmatch(name)
+        try:
+            re.compile(name if is_bounded else "")
+        except re.error:  # a range such as [3-0]
+            is_bounded = None
+        if not is_bounded or _choices(name) > _MOST_CHOICES:
             raise InvalidFieldError(
                 _CONFIG,
                 f"{field}[{name!r:.{_SHOWN}}]: is not taken; give the name of a module, at most "
@@ -116,23 +122,9 @@ def _pattern(config: dict[str, Any], field: str) -> dict[str, Any]:
     return pattern
 
 
-def _is_bounded(name: str) -> bool:
-    if len(name) > _MOST_CHARS or not _NAME.fullmatch(name) or _choices(name) > _MOST_CHOICES:
-        return False
-    try:
-        re.compile(name)
-    except re.error:  # a range such as [3-0]
-        return False
-    return True
-
-
 def _choices(name: str) -> int:
     """Returns the number of repeated parts and groups of a name."""
     return sum(map(name.count, "*+("))
-
-
-def _fields(field: str, pattern: dict[str, Any]) -> dict[str, Any]:
-    return {f"{field}[{name!r}]": value for name, value in pattern.items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +173,7 @@ class Adapters:
             AdapterUnknownError: It is not loaded.
         """
         check_adapter(ref, "adapter")
-        held = self._held.get(revision_of(ref))
+        held = self._held.get(_revision_of(ref))
         if held is None or held.leaves:
             raise AdapterUnknownError(
                 f"adapter: {ref.name!r} version {ref.version} is not loaded; ask another engine, "
@@ -204,7 +196,7 @@ class Adapters:
             StoreFullError: The disk has no room for the upload.
         """
         async with self._lock:
-            key, replaced = revision_of(header.adapter), set(map(revision_of, header.replaces))
+            key, replaced = _revision_of(header.adapter), set(map(_revision_of, header.replaces))
             config = read_config(header.config_json, self._max_rank) if self.most else {}
             await self._leave(())
             if (held := self._held.get(key)) is not None:
@@ -217,7 +209,23 @@ class Adapters:
                 held.leaves = False
                 self._changed.set()
                 return
-            self._check_room(replaced)
+            held_ones = self._held.items()
+            staying = sum(not one.leaves for key, one in held_ones if key not in replaced)
+            used = sum(bool(one.users) for key, one in held_ones if one.leaves or key in replaced)
+            if staying + 1 > self.most:
+                raise InvalidFieldError(
+                    "header.adapter",
+                    f"{staying + 1} revisions are needed, and the engine has room for {self.most}; "
+                    f"start it with max_adapters={staying + 1}, or unload others",
+                    needed=staying + 1,
+                )
+            if staying + used + 1 > self.most:
+                raise OverloadedError(
+                    f"header.adapter: generations use {used} revisions that are unloaded, so "
+                    f"{staying + used + 1} are needed, and the engine has room for {self.most}; "
+                    "wait, or start it with more max_adapters",
+                    retry_delay_ms=_RETRY_MS,
+                )
             if header.safetensors_bytes > (most := self._backend.limits.max_adapter_bytes):
                 raise InvalidFieldError(
                     "header.safetensors_bytes",
@@ -261,31 +269,13 @@ class Adapters:
         self._control.state.adapters += 1  # a sleep that is asked from now on keeps the weights
         try:
             await self._control.alone(partial(self._backend.load_adapter, adapter), awake=True)
-            self._held[revision_of(adapter.ref)] = _Held(adapter)
+            self._held[_revision_of(adapter.ref)] = _Held(adapter)
         finally:
             self._control.state.adapters = len(self._held)
-        _log.info("adapter loaded", extra=_what(adapter))
-        await self._leave(replaced)
-
-    def _check_room(self, replaced: set[Revision]) -> None:
-        staying = sum(not one.leaves for key, one in self._held.items() if key not in replaced)
-        used = sum(
-            bool(one.users) for key, one in self._held.items() if one.leaves or key in replaced
+        _log.info(
+            "adapter loaded", extra=fields(adapter=adapter.ref.name, version=adapter.ref.version)
         )
-        if staying + 1 > self.most:
-            raise InvalidFieldError(
-                "header.adapter",
-                f"{staying + 1} revisions are needed, and the engine has room for {self.most}; "
-                f"start it with max_adapters={staying + 1}, or unload others",
-                needed=staying + 1,
-            )
-        if staying + used + 1 > self.most:
-            raise OverloadedError(
-                f"header.adapter: generations use {used} revisions that are unloaded, so "
-                f"{staying + used + 1} are needed, and the engine has room for {self.most}; wait, "
-                "or start it with more max_adapters",
-                retry_delay_ms=_RETRY_MS,
-            )
+        await self._leave(replaced)
 
     async def _leave(self, revisions: Iterable[Revision]) -> None:
         """Unloads revisions, and those that left before, unless generations use them."""
@@ -296,10 +286,7 @@ class Adapters:
                 del self._held[key]
                 await self._control.alone(partial(self._backend.unload_adapter, one.adapter))
                 await asyncio.to_thread(shutil.rmtree, one.adapter.folder)
-                _log.info("adapter unloaded", extra=_what(one.adapter))
+                name, version = key
+                _log.info("adapter unloaded", extra=fields(adapter=name, version=version))
         self._control.state.adapters = len(self._held)
         self._changed.set()
-
-
-def _what(adapter: Adapter) -> dict[str, dict[str, object]]:
-    return fields(adapter=adapter.ref.name, version=adapter.ref.version)

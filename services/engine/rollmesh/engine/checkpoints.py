@@ -69,16 +69,13 @@ def find_fault(source: Path, wanted: Mapping[str, Header], *, tied: bool) -> str
         if name.endswith(_TIED_HEAD) and (tied or name not in wanted):
             embedding = next((one for one in offered if one.endswith(_EMBEDDING)), name)
             head, other = (bits_of(files[one], "r")[one] for one in (name, embedding))
-            if offered[name] != offered[embedding] or not _equal(head, other):
+            parts = [slice(at, at + _COMPARED) for at in range(0, len(head), _COMPARED)]
+            equal = offered[name] == offered[embedding]
+            if not (equal and all(np.array_equal(head[part], other[part]) for part in parts)):
                 return (
                     f"{name} differs from {embedding}, to which the model ties it; push equal ones"
                 )
     return ""
-
-
-def _equal(one: Bits, other: Bits) -> bool:
-    parts = (slice(at, at + _COMPARED) for at in range(0, len(one), _COMPARED))
-    return all(np.array_equal(one[part], other[part]) for part in parts)
 
 
 def bits_of(file: Path, mode: Literal["r", "r+"]) -> dict[str, Bits]:
@@ -104,7 +101,13 @@ def find_misfit(offered: Mapping[str, Header], wanted: Mapping[str, Header]) -> 
     """Returns the misfit of the tensors of a checkpoint. Empty if they fit."""
     for name, header in wanted.items():
         if name not in offered:
-            return f"{name} is missing{_hint(offered, wanted)}"
+            # A model of transformers 5 has other names than its checkpoints.
+            fused = next((one for one in offered if one not in wanted and _FUSED in one), "")
+            remedy = (
+                f", and {fused} is no tensor of the checkpoint; push revert_weight_conversion("
+                "model, model.state_dict()) of transformers.core_model_loading"
+            )
+            return f"{name} is missing{remedy if fused else ''}"
         if problem := _difference(offered[name], header):
             return f"{name} {problem}"
     # Trainers often send the tied output layer in addition to the embedding that it equals.
@@ -115,17 +118,6 @@ def find_misfit(offered: Mapping[str, Header], wanted: Mapping[str, Header]) -> 
         if problem := _difference(offered[name], embedding):
             return f"{name} {problem}"
     return ""
-
-
-def _hint(offered: Mapping[str, Header], wanted: Mapping[str, Header]) -> str:
-    """Returns the remedy if a model of transformers 5 has other names than its checkpoints."""
-    fused = next((name for name in offered if name not in wanted and _FUSED in name), "")
-    if not fused:
-        return ""
-    return (
-        f", and {fused} is no tensor of the checkpoint; push revert_weight_conversion(model, "
-        "model.state_dict()) of transformers.core_model_loading"
-    )
 
 
 def _difference(offered: Header, wanted: Header) -> str:

@@ -32,6 +32,7 @@ from rollmesh.runtime.rpc import check_room, write_chunks
 from rollmesh.v1 import engine_pb2
 
 _T = TypeVar("_T")
+_ASLEEP = "the engine sleeps; wake it up and push again"
 _DROPS_WEIGHTS = 2
 """The level of a sleep after which the weights are gone."""
 
@@ -90,6 +91,13 @@ class ControlState:
         self.held = Held.YES if action in {Action.HOLD, Action.SLEEP} else Held.NO
 
 
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A call that is not finished, and the state that it requests."""
+
+    value: Any
+
+
 class Control:
     """Carries out control calls on one backend."""
 
@@ -99,7 +107,7 @@ class Control:
         self._turn = asyncio.Lock()
         self._wait: asyncio.Timeout | None = None  # a hold that waits for requests to finish
         self._kept: dict[str, Any] = {"paused": False, "sleep_level": 0}  # by calls that succeeded
-        self._asking: dict[str, list[list[Any]]] = {name: [] for name in self._kept}
+        self._asking: dict[str, list[_Asked]] = {name: [] for name in self._kept}
         self.state = ControlState()
         self.loads = 0
         """Number of times that new weights began to be loaded."""
@@ -117,14 +125,21 @@ class Control:
         """
         async with self._asked("paused", value=True), self._turn:
             if not self.state.asleep and self.state.paused:
-                await self._hold(mode)
+                try:  # a resume ends the wait for requests to finish
+                    async with asyncio.timeout(None) as self._wait:
+                        await self._pause(mode)
+                except TimeoutError:
+                    await to_the_end(self._act())
+                finally:
+                    self._wait = None
             if not self.state.paused:
                 raise SupersededError("the engine was resumed before it had paused")
 
     async def resume(self) -> None:
         """Resumes sampling. An update or a sleep still has its time."""
         async with self._asked("paused", value=False):
-            self._stop_waiting()
+            if self._wait is not None and self._wait.when() is None:
+                self._wait.reschedule(asyncio.get_running_loop().time())
             await self._settle()
 
     async def sleep(self, level: int) -> None:
@@ -158,7 +173,7 @@ class Control:
         async with self._turn:
             if awake:
                 if self.state.sleep_level:
-                    raise _asleep()
+                    raise EngineAsleepError(_ASLEEP)
                 await to_the_end(self._act())  # a wake-up may wait
             await to_the_end(work())
 
@@ -210,7 +225,7 @@ class Control:
             EngineAsleepError: The engine sleeps, and no wake-up was asked.
         """
         if self.state.asleep and self.state.sleep_level:
-            raise _asleep()
+            raise EngineAsleepError(_ASLEEP)
 
     def _check_no_adapters(self, field: str) -> None:
         if held := self.state.adapters:
@@ -221,22 +236,20 @@ class Control:
     @asynccontextmanager
     async def _asked(self, name: str, value: Any) -> AsyncIterator[None]:
         """Requests a state. A failed call withdraws it, unless a later one succeeded."""
-        calls, mine = self._asking[name], [value]
+        calls, mine = self._asking[name], _Asked(value)
         calls.append(mine)
         setattr(self.state, name, value)
         try:
             yield
         except BaseException:
-            if any(call is mine for call in calls):
-                calls[:] = [call for call in calls if call is not mine]
-                setattr(self.state, name, calls[-1][0] if calls else self._kept[name])
+            if mine in calls:
+                calls.remove(mine)
+                setattr(self.state, name, calls[-1].value if calls else self._kept[name])
                 await to_the_end(self._settle())
             raise
-        for at, call in enumerate(calls):
-            if call is mine:  # otherwise a later call has succeeded
-                self._kept[name] = value
-                del calls[: at + 1]
-                break
+        if mine in calls:  # otherwise a later call has succeeded
+            self._kept[name] = value
+            del calls[: calls.index(mine) + 1]
 
     async def _settle(self) -> None:
         async with self._turn:
@@ -259,28 +272,10 @@ class Control:
                     await self._backend.wake_up()
             self.state.did(action)
 
-    async def _hold(self, mode: PauseMode) -> None:
-        """Holds the model for a pause. A resume ends the wait for requests to finish."""
-        try:
-            async with asyncio.timeout(None) as self._wait:
-                await self._pause(mode)
-        except TimeoutError:
-            await to_the_end(self._act())
-        finally:
-            self._wait = None
-
-    def _stop_waiting(self) -> None:
-        if self._wait is not None and self._wait.when() is None:
-            self._wait.reschedule(asyncio.get_running_loop().time())
-
     async def _pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
         self.state.held = Held.PARTLY
         await self._backend.pause(mode, clear_cache=clear_cache)
         self.state.held = Held.YES
-
-
-def _asleep() -> EngineAsleepError:
-    return EngineAsleepError("the engine sleeps; wake it up and push again")
 
 
 async def to_the_end(work: Coroutine[Any, Any, _T]) -> _T:

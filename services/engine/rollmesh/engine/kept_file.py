@@ -4,8 +4,8 @@ A trainer that pushes differences has its engines keep the file of its last push
 applied to the file while the model samples. The changed file is then loaded as a whole push is.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,45 +85,30 @@ def apply(difference: Path, file: Path) -> None:
     with _opened(file):
         pass  # its header has been checked
     tensors = bits_of(file, "r+")
-    undo: list[tuple[Bits, Bits, Bits]] = []
-    try:
+    with ExitStack() as undo:
         with _opened(difference) as changes:
             sums = changes.metadata() or {}
-            _check_names(sums, tensors)
+            if odd := sorted(sums.keys() ^ tensors.keys()):
+                raise WeightsBaseError(
+                    f"{odd[0]:.{_SHOWN}} is a tensor of the kept weights or of the difference, and "
+                    "not of both; push whole weights"
+                )
             for name in sorted({name.partition(":")[2] for name in list(changes.keys())}):
-                bits = _tensor(tensors, name)
+                if name not in tensors:
+                    raise InvalidWeightsError(
+                        "weights", f"{name!r:.{_SHOWN}} is no array of a tensor"
+                    )
+                bits = tensors[name]
                 at, values = _changes(changes, name, bits)
-                undo.append((bits, at, bits[at]))
+                undo.callback(bits.__setitem__, at, bits[at])
                 bits[at] = values
         for name, bits in tensors.items():
-            _check_sum(name, bits, sums[name])
-    except BaseException:
-        for bits, at, former in reversed(undo):
-            bits[at] = former
-        raise
-
-
-def _check_names(sums: Mapping[str, str], tensors: Mapping[str, Bits]) -> None:
-    odd = sorted(sums.keys() ^ tensors.keys())
-    if odd:
-        raise WeightsBaseError(
-            f"{odd[0]:.{_SHOWN}} is a tensor of the kept weights or of the difference, and not of "
-            "both; push whole weights"
-        )
-
-
-def _tensor(tensors: Mapping[str, Bits], name: str) -> Bits:
-    if name not in tensors:
-        raise InvalidWeightsError("weights", f"{name!r:.{_SHOWN}} is no array of a tensor")
-    return tensors[name]
-
-
-def _check_sum(name: str, bits: Bits, wanted: str) -> None:
-    if checksum(bits) != wanted:
-        raise WeightsBaseError(
-            f"{name:.{_SHOWN}} has another checksum than the weights of the trainer; push whole "
-            "weights"
-        )
+            if checksum(bits) != sums[name]:
+                raise WeightsBaseError(
+                    f"{name:.{_SHOWN}} has another checksum than the weights of the trainer; push "
+                    "whole weights"
+                )
+        undo.pop_all()  # what was changed stays
 
 
 def _changes(changes: Any, name: str, bits: Bits) -> tuple[Bits, Bits]:

@@ -59,12 +59,18 @@ class EngineService:
             stack.push_async_callback(self._servicer.weights.close)  # a server may read its file
             stack.push_async_callback(self._backend.stop)
             await self._backend.start()
-            self._tokenizer_sha256 = await asyncio.to_thread(_tokenizer_of, self._config)
+            if self._config.backend != "scripted":  # whose ids have no text
+                with suppress(OSError, ValueError):  # there may be no tokenizer
+                    path = self._config.model_path
+                    self._tokenizer_sha256 = await asyncio.to_thread(tokenizer_sha256, path)
             stack.push_async_callback(self._servicer.generations.images.close)
             stack.push_async_callback(self._servicer.adapters.close)
-            if self._config.router:
-                where = self._tunnelled(address) if self._config.dial_out else address
-                self._membership = Membership(self._config.router, self._hello(where), self._load)
+            if router := self._config.router:
+                if self._config.dial_out:
+                    own, model = self._engine_id, self._config.model
+                    self._tunnels = DialOut(own, address, router, self._notify, model)
+                    address = tunnel_address(own, "engine_id")
+                self._membership = Membership(router, self._hello(address), self._load)
                 membership = await stack.enter_async_context(self._membership)
                 metrics.REGISTERED.set_function(lambda: membership.registered)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -106,19 +112,11 @@ class EngineService:
         while True:
             await self._servicer.weights.changed.wait()
             self._servicer.weights.changed.clear()
-            if self._membership is not None:
-                self._membership.notify()
+            self._notify()
 
-    def _tunnelled(self, server: str) -> str:
-        """Makes the tunnels to a server of this process, and returns the engine's address."""
-
-        def changed() -> None:
-            if self._membership is not None:
-                self._membership.notify()
-
-        config = self._config
-        self._tunnels = DialOut(self._engine_id, server, config.router, changed, config.model)
-        return tunnel_address(self._engine_id, "engine_id")
+    def _notify(self) -> None:
+        if self._membership is not None:
+            self._membership.notify()
 
     async def _dial(self, tunnels: DialOut) -> None:
         """Keeps the tunnels from the registration on: another process may have this id."""
@@ -155,19 +153,6 @@ class EngineService:
             adapters=self._servicer.adapters.loaded(),
             tunnels=self._tunnels.gateways if self._tunnels is not None else (),
         )
-
-
-def _tokenizer_of(config: EngineConfig) -> str:
-    """Returns the digest of the model's tokenizer. Empty if it has none.
-
-    A scripted engine has none, because its ids have no text.
-    """
-    if config.backend == "scripted":
-        return ""
-    try:
-        return tokenizer_sha256(config.model_path)
-    except (OSError, ValueError):
-        return ""
 
 
 def make_backend(config: EngineConfig) -> Backend:

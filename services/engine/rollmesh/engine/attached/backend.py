@@ -10,14 +10,14 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 from rollmesh.engine.attached.answers import most_bytes
-from rollmesh.engine.attached.dialect import Dialect
 from rollmesh.engine.attached.server import DUE, RefusedError, Server, Stream
 from rollmesh.engine.attached.sglang import Sglang
 from rollmesh.engine.attached.vllm_http import VllmHttp
@@ -50,7 +50,10 @@ from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-_SIGNS = {"vllm_config": VllmHttp, "internal_states": Sglang}
+_SIGNS: dict[str, type[VllmHttp | Sglang]] = {
+    "vllm_config": VllmHttp,
+    "internal_states": Sglang,
+}
 """What /server_info of a kind of server has."""
 _PREFIX = "rollmesh-"
 _NO_WEIGHTS = "none"
@@ -73,17 +76,17 @@ _OTHERS = {
 """Settings that do not apply, and why."""
 
 
+@dataclass(eq=False, slots=True)
 class _Request:
     """A request in progress."""
 
-    def __init__(self, id_: str, loads: int) -> None:
-        self.id = id_
-        """Its id at the server, which other clients may use, too. None begins with another."""
-        self.loads = loads
-        """Number of loads of weights before it."""
-        self.aborted = False
-        self.inside = False
-        """Whether the server has it."""
+    id: str
+    """Its id at the server, which other clients may use, too. None begins with another."""
+    loads: int
+    """Number of loads of weights before it."""
+    aborted: bool = False
+    inside: bool = False
+    """Whether the server has it."""
 
 
 class AttachedBackend:
@@ -99,8 +102,18 @@ class AttachedBackend:
             if getattr(config, name):
                 raise ConfigError(f"{name}: {why}; leave it out")
         self._config = config
-        self._server = Server(config.attach, _read_key(config), config.attach_timeout_ms)
-        self._dialect: Dialect = VllmHttp(self._server, config)  # until the server is known
+        key = ""
+        if config.attach_key_file:
+            try:
+                key = Path(config.attach_key_file).read_text().strip()
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    f"attach_key_file: {config.attach_key_file} cannot be read: {error}"
+                ) from error
+        self._server = Server(config.attach, key, config.attach_timeout_ms)
+        self._dialect: VllmHttp | Sglang = VllmHttp(
+            self._server, config
+        )  # until the server is known
         self._id = secrets.token_hex(4)
         self._policy_version = 0
         self._name = ""  # of the server's weights
@@ -184,7 +197,8 @@ class AttachedBackend:
         """Yields messages, the last with the finish. Closing the iterator aborts the request."""
         self._dialect.refuse(request)
         generate = request.generate
-        answer = self._dialect.answer(request, self._version_of)
+        vocabulary = self.limits.vocabulary_tokens
+        answer = self._dialect.answers(request, vocabulary, self._version_of)
         top = self._dialect.candidates(generate.top_logprobs)
         most = most_bytes(generate.sampling.max_tokens, top)
         sent_ms = 0
@@ -208,7 +222,10 @@ class AttachedBackend:
                     if sent_ms and (left_ms := sent_ms + request.collect_ms - now_ms) > 0:
                         stream.due_s = asyncio.get_running_loop().time() + left_ms / 1000
                         continue
-                    for one in answer.messages(self._version_for(state)):
+                    # After new weights it is known at the end of the answer: the tokens may have
+                    # been under way before them.
+                    version = self._policy_version if state.loads == self._loads else None
+                    for one in answer.messages(version):
                         yield one
                     sent_ms = now_ms
             if answer.finish is None:
@@ -241,10 +258,7 @@ class AttachedBackend:
 
     async def abort(self, request_ids: list[str]) -> None:
         """Aborts requests. Each finishes with the tokens sampled so far."""
-        for id_ in request_ids:
-            if id_ in self._requests:
-                self._requests[id_].aborted = True
-        self._wake_waiting()
+        self._mark_aborted(request_ids)
         await self._abort_again()
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
@@ -257,7 +271,7 @@ class AttachedBackend:
             await self._idle.wait()
             mode = engine_pb2.PAUSE_MODE_KEEP
         if mode == engine_pb2.PAUSE_MODE_ABORT:
-            self._mark_all_aborted()
+            self._mark_aborted(self._requests)
         pausing = self._dialect.pause(mode, clear_cache=clear_cache)
         await to_the_end(self._control(pausing))
         self._held = True
@@ -301,15 +315,9 @@ class AttachedBackend:
 
     async def check_adapter(self, adapter: Adapter) -> None:
         """Refuses an adapter."""
-        raise _no_adapters()
+        raise InvalidFieldError("header.adapter", _OTHERS["max_adapters"])
 
-    async def load_adapter(self, adapter: Adapter) -> None:
-        """Refuses an adapter."""
-        raise _no_adapters()
-
-    async def unload_adapter(self, adapter: Adapter) -> None:
-        """Refuses an adapter."""
-        raise _no_adapters()
+    load_adapter = unload_adapter = check_adapter
 
     def check_sleep(self) -> None:
         """Checks that the server was started with a sleep mode."""
@@ -376,7 +384,8 @@ class AttachedBackend:
         found = next((one for sign, one in _SIGNS.items() if sign in info), None)
         if found is None:
             raise EngineStartError("attach: the server is neither a vLLM nor an SGLang server")
-        dialect = self._dialect = found(self._server, self._config)
+        dialect: VllmHttp | Sglang = found(self._server, self._config)
+        self._dialect = dialect
         try:
             await dialect.describe(info)
         except (KeyError, TypeError, AttributeError) as error:
@@ -391,28 +400,21 @@ class AttachedBackend:
                 f"weight_transfer: is {self._config.weight_transfer!r}, and the attached server "
                 f"has {self.weight_transfer!r}; make them the same"
             )
-        self._policy_version = await self._named_version()
+        name = await self._weight_name()
+        version = name.rpartition("-")[2] if name.startswith(_PREFIX) else name
+        if name == "default":  # the name of weights that a server has loaded at its start
+            version = "0"
+        if not (version.isdecimal() and version.isascii()):
+            raise EngineStartError(
+                f"attach: the server's weights are named {name!r:.80}, which tells no policy "
+                "version; restart the server, or name them by a number with POST "
+                "/update_weight_version"
+            )
+        self._policy_version = int(version)
         await dialect.wake_if_asleep()
         await dialect.resume()  # a pause of an engine that was attached before
         await self._rename(self._policy_version)
         await dialect.probe()
-
-    async def _named_version(self) -> int:
-        """Returns the policy version that the name of the server's weights says.
-
-        Raises:
-            EngineStartError: It says none.
-        """
-        name = await self._weight_name()
-        if name == "default":  # the name of weights that a server has loaded at its start
-            return 0
-        version = name.rpartition("-")[2] if name.startswith(_PREFIX) else name
-        if version.isdecimal() and version.isascii():
-            return int(version)
-        raise EngineStartError(
-            f"attach: the server's weights are named {name!r:.80}, which tells no policy version; "
-            "restart the server, or name them by a number with POST /update_weight_version"
-        )
 
     # Watching: the server is still the same process, and its weights have the same name.
 
@@ -488,14 +490,6 @@ class AttachedBackend:
             raise EngineFaultError(self.death)
         return int(version)
 
-    def _version_for(self, state: _Request) -> int | None:
-        """Returns the version of tokens in mid-answer.
-
-        After new weights it is unknown until the end of the answer: the tokens may have been under
-        way before them.
-        """
-        return self._policy_version if state.loads == self._loads else None
-
     def _fence(self, why: str) -> None:
         """Refuses further requests, and has `watch` end the running ones."""
         if not self._is_fenced:
@@ -558,15 +552,13 @@ class AttachedBackend:
             return EngineDeadError("the attached server's model died", retry_delay_ms=_RETRY_MS)
         return RollmeshError(f"the attached server failed: {error}; see its log")
 
-    def _wake_waiting(self) -> None:
+    def _mark_aborted(self, request_ids: Iterable[str]) -> None:
+        for id_ in request_ids:
+            if id_ in self._requests:
+                self._requests[id_].aborted = True
         if not self._open.is_set():  # waiting requests check their state again
             self._open.set()
             self._open.clear()
-
-    def _mark_all_aborted(self) -> None:
-        for state in self._requests.values():
-            state.aborted = True
-        self._wake_waiting()
 
     async def _abort_again(self) -> None:
         """Aborts requests at the server. It may not have known one of them the last time."""
@@ -621,18 +613,3 @@ async def _parts(stream: Stream, *, whole: bool) -> AsyncGenerator[Any, None]:
             if isinstance(event, dict) and "error" in event:
                 raise RefusedError("the stream", _ERROR, f"{event['error']!r:.300}")
             yield event
-
-
-def _no_adapters() -> InvalidFieldError:
-    return InvalidFieldError("header.adapter", _OTHERS["max_adapters"])
-
-
-def _read_key(config: EngineConfig) -> str:
-    if not config.attach_key_file:
-        return ""
-    try:
-        return Path(config.attach_key_file).read_text().strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"attach_key_file: {config.attach_key_file} cannot be read: {error}"
-        ) from error

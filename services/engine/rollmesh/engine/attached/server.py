@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partialmethod
 from typing import Any
 
 import aiohttp
@@ -15,7 +16,6 @@ _LARGEST = 4 * 1024 * 1024
 _SHOWN = 300
 _LARGE = 64 * 1024
 _END_S = 1.0
-_NO_QUERY: Mapping[str, str] = {}
 DUE = object()
 """Stands among events for the time `due_s`."""
 _RETRY_MS = 5_000
@@ -34,11 +34,11 @@ class RefusedError(Exception):
 class Stream:
     """The answer to one request."""
 
-    def __init__(self, response: aiohttp.ClientResponse, most: int, waits: "Waits") -> None:
-        """Takes the response, its size limit in bytes, and the waits for its server."""
+    def __init__(self, response: aiohttp.ClientResponse, most: int, server: "Server") -> None:
+        """Takes the response, its size limit in bytes, and the server."""
         self._response = response
         self._most = most
-        self._waits = waits
+        self._server = server
         self.due_s: float | None = None
         """When `events` yields `DUE`, by the loop's clock. None is never."""
 
@@ -54,7 +54,7 @@ class Stream:
         Raises:
             EngineFaultError: It is too large, or no JSON.
         """
-        async with self._waits.one():
+        async with self._server.wait():
             data = await _read(self._response, self._most)
         return await _json_of(data)
 
@@ -75,7 +75,9 @@ class Stream:
                 if not event.startswith(b"data: "):  # a comment that keeps the connection alive
                     continue
                 if event == b"data: [DONE]":
-                    await self._end()
+                    with suppress(TimeoutError):  # the connection serves the next request then
+                        async with asyncio.timeout(_END_S):
+                            await self._response.content.read(1)
                     return
                 yield _parse(event[6:])
             if len(unread) > self._most:
@@ -84,7 +86,7 @@ class Stream:
 
     async def _next(self) -> bytes | None:
         """Returns the next bytes, b"" at the end, None when something is due."""
-        async with self._waits.one():
+        async with self._server.wait():
             try:
                 async with asyncio.timeout_at(self.due_s):
                     part: bytes = await self._response.content.readany()
@@ -94,40 +96,6 @@ class Stream:
                 raise aiohttp.ClientConnectionError(str(error)) from error
         return part
 
-    async def _end(self) -> None:
-        """Reads the end of the body, so that the connection serves the next request."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
-                await self._response.content.read(1)
-
-
-class Waits:
-    """Waits for a server that have no deadline of their own, and end with `end`."""
-
-    def __init__(self) -> None:
-        """Starts without waits."""
-        self._running: set[asyncio.Timeout] = set()
-
-    @asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
-        """Waits in the block.
-
-        Raises:
-            TimeoutError: `end` was called.
-        """
-        async with asyncio.timeout(None) as wait:
-            self._running.add(wait)
-            try:
-                yield
-            finally:
-                self._running.discard(wait)
-
-    def end(self) -> None:
-        """Ends all waits."""
-        now = asyncio.get_running_loop().time()
-        for wait in self._running:
-            wait.reschedule(now)
-
 
 class Server:
     """A server that samples."""
@@ -136,11 +104,10 @@ class Server:
         """Takes its URL, its API key, and the deadline of a call, milliseconds."""
         self._url = url.rstrip("/")
         self._timeout_s = timeout_ms / 1000
-        headers = {"accept-encoding": "identity"}
+        self._headers = {"accept-encoding": "identity"}
         if key:
-            headers["authorization"] = f"Bearer {key}"
-        self._headers = headers
-        self._waits = Waits()
+            self._headers["authorization"] = f"Bearer {key}"
+        self._waits: set[asyncio.Timeout] = set()
         self._session: aiohttp.ClientSession | None = None
 
     def open(self) -> None:
@@ -152,33 +119,25 @@ class Server:
 
     async def close(self) -> None:
         """Ends all requests and closes their connections."""
-        self._waits.end()
+        now = asyncio.get_running_loop().time()
+        for wait in self._waits:
+            wait.reschedule(now)
         if self._session is not None:
             await self._session.close()
 
-    async def get(self, path: str, *, timeout_ms: int = 0) -> dict[str, Any]:
-        """Returns the answer of a GET. `timeout_ms` is its deadline, if it is another one.
+    @asynccontextmanager
+    async def wait(self) -> AsyncIterator[None]:
+        """Waits in the block, without a deadline of its own.
 
         Raises:
-            RefusedError: The server answered with an error.
-            EngineDeadError: It did not answer in time, or the connection broke.
-            EngineFaultError: The answer is too large, or no JSON object.
+            TimeoutError: `close` was called.
         """
-        return await self._call("GET", path, None, _NO_QUERY, timeout_ms)
-
-    async def post(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        query: Mapping[str, str] = _NO_QUERY,
-        timeout_ms: int = 0,
-    ) -> dict[str, Any]:
-        """Returns the answer of a POST. Raises as `get` does.
-
-        `timeout_ms` is its deadline, if it is another one.
-        """
-        return await self._call("POST", path, body, query, timeout_ms)
+        async with asyncio.timeout(None) as wait:
+            self._waits.add(wait)
+            try:
+                yield
+            finally:
+                self._waits.discard(wait)
 
     @asynccontextmanager
     async def stream(self, path: str, body: Mapping[str, Any], most: int) -> AsyncIterator[Stream]:
@@ -191,16 +150,16 @@ class Server:
             RefusedError: The server answered with an error.
             EngineDeadError: The connection broke.
         """
-        data = await asyncio.to_thread(_written, body)
+        data = await asyncio.to_thread(lambda: json.dumps(body).encode())
         try:
-            async with self._waits.one():
+            async with self.wait():
                 response = await self._opened().post(
                     self._url + path, data=data, headers=_JSON, allow_redirects=False
                 )
             async with response:
-                async with self._waits.one():
+                async with self.wait():
                     await _check(path, response)
-                yield Stream(response, most, self._waits)
+                yield Stream(response, most, self)
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
             raise self._lost(error) from error
 
@@ -208,10 +167,18 @@ class Server:
         self,
         method: str,
         path: str,
-        body: Mapping[str, Any] | None,
-        query: Mapping[str, str],
-        timeout_ms: int,
+        body: Mapping[str, Any] | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        timeout_ms: int = 0,
     ) -> dict[str, Any]:
+        """Returns the answer of a call. `timeout_ms` is its deadline, if it is another one.
+
+        Raises:
+            RefusedError: The server answered with an error.
+            EngineDeadError: It did not answer in time, or the connection broke.
+            EngineFaultError: The answer is too large, or no JSON object.
+        """
         timeout_s = timeout_ms / 1000 if timeout_ms else self._timeout_s
         try:
             async with (
@@ -235,6 +202,8 @@ class Server:
             raise EngineFaultError(f"the server answered {path} with no JSON object")
         return answer
 
+    get, post = partialmethod(_call, "GET"), partialmethod(_call, "POST")
+
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
             raise EngineDeadError("the server is no longer attached", retry_delay_ms=_RETRY_MS)
@@ -251,10 +220,6 @@ class Server:
 _JSON = {"content-type": "application/json"}
 
 
-def _written(body: Mapping[str, Any]) -> bytes:
-    return json.dumps(body).encode()
-
-
 async def _check(path: str, response: aiohttp.ClientResponse) -> None:
     """Checks the status of a response.
 
@@ -264,15 +229,11 @@ async def _check(path: str, response: aiohttp.ClientResponse) -> None:
     if response.status == 200:
         return
     data = await response.content.read(_LARGE)
-    raise RefusedError(path, response.status, _message_of(data))
-
-
-def _message_of(data: bytes) -> str:
-    """Returns the message in the body of an error."""
     try:
-        return f"{json.loads(data)['error']['message']:.{_SHOWN}}"
+        message = f"{json.loads(data)['error']['message']:.{_SHOWN}}"
     except (ValueError, TypeError, KeyError, RecursionError):
-        return data[:_SHOWN].decode(errors="replace")
+        message = data[:_SHOWN].decode(errors="replace")
+    raise RefusedError(path, response.status, message)
 
 
 async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:

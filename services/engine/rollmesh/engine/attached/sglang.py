@@ -7,7 +7,6 @@
 """
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import safetensors
 
 from rollmesh.engine.attached.answers import Answer, Row, expect, read_id, well_formed
-from rollmesh.engine.attached.dialect import Dialect, vocabulary
+from rollmesh.engine.attached.dialect import NOT_SENT, Dialect
 from rollmesh.engine.attached.server import RefusedError
 from rollmesh.engine.backend import (
     FINISHES,
@@ -46,6 +45,35 @@ _DROPS_WEIGHTS = 2
 _RETURNS_RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB=1"
 
 
+class SglangAnswer(Answer):
+    """An answer of `/generate`."""
+
+    def _add(self, part: Any) -> None:
+        expect(self.finish is None, "it goes on after its end")
+        meta, ids = part["meta_info"], part["output_ids"]
+        entries = meta["output_token_logprobs"]
+        new = meta["completion_tokens"] - self.sampled
+        expect(0 <= new <= min(len(ids), len(entries)), f"{new} ids are new of {len(ids)}")
+        top = self._request.generate.top_logprobs
+        rows = _last(meta["output_top_logprobs"], new) if top else [[]] * new
+        for id_, entry, row in zip(_last(ids, new), _last(entries, new), rows, strict=True):
+            expect(entry[1] == id_, "a log-prob belongs to another id")
+            expect(len(row) == top, f"{len(row)} of {top} most likely ids came")
+            self._rows.append(
+                Row(
+                    read_id(id_, self._vocabulary),
+                    _number(entry[0]),
+                    [read_id(one[1], self._vocabulary) for one in row],
+                    [_number(one[0], float("-inf")) for one in row],
+                )
+            )
+        reason = meta["finish_reason"]
+        if reason is not None:
+            self._end(FINISHES[reason["type"]], meta["weight_versions"], reason.get("matched"))
+        if "prompt_tokens" in meta:  # not where a request is aborted in the queue
+            self._note_prompt(meta["prompt_tokens"], meta["cached_tokens"])
+
+
 class Sglang(Dialect):
     """An SGLang server."""
 
@@ -53,9 +81,10 @@ class Sglang(Dialect):
     tested = "0.5.23"
     generate_path = "/generate"
     alive_path = "/server_info"  # the others answer although the model is gone, or sample
+    answers = SglangAnswer
+    sleep_flag = "--enable-memory-saver"
     aborts_late = True
     tells_sleep = False
-    _may_sleep = False
     _takes_seeds = False
     _backs_weights_up = False
     _served = Path()
@@ -78,15 +107,14 @@ class Sglang(Dialect):
         # A prompt must be shorter, and the answer to the longest one fits then, too.
         context = self.check_context(info["max_req_input_len"] - 1)
         self._served = Path(info["model_path"])
-        self._may_sleep = info["enable_memory_saver"] or info["device"] == "cpu"
+        self.may_sleep = info["enable_memory_saver"] or info["device"] == "cpu"
         self._backs_weights_up = info["enable_weights_cpu_backup"]
         self._takes_seeds = info["enable_deterministic_inference"]
         states = info["internal_states"]
         self.slots = sum(one["effective_max_running_requests_per_dp"] for one in states)
         self._lock = asyncio.Lock()  # a pause ends before the next call begins
-        self.limits = ModelLimits(
-            vocabulary(self.config, self._served), context, scores_whole_context=True
-        )
+        vocabulary = self.vocabulary(self._served)
+        self.limits = ModelLimits(vocabulary, context, scores_whole_context=True)
         self.numerics = numerics_of(
             self.name,
             self.config.logprobs,
@@ -155,6 +183,9 @@ class Sglang(Dialect):
             await self.server.post("/pause_generation", {"mode": way})
             self._holds_in_place = in_place
 
+    async def is_paused(self) -> bool:
+        return False  # it does not say
+
     async def resume(self) -> None:
         async with self._lock:
             await self.server.post("/continue_generation", {})
@@ -167,12 +198,6 @@ class Sglang(Dialect):
                 self._holds_in_place = False
             for id_ in ids:
                 await self.server.post("/abort_request", {"rid": id_})
-
-    def check_sleep(self) -> None:
-        if not self._may_sleep:
-            raise InvalidFieldError(
-                "level", "the attached server cannot sleep; start it with --enable-memory-saver"
-            )
 
     async def sleep(self, level: int) -> None:
         drops = level == _DROPS_WEIGHTS or self._backs_weights_up
@@ -251,9 +276,6 @@ class Sglang(Dialect):
     def candidates(self, top: int) -> int:
         return top
 
-    def answer(self, request: GenerateInput, version_of: Callable[[str], int]) -> Answer:
-        return SglangAnswer(request, self.limits.vocabulary_tokens, version_of)
-
     def refuse_score(self, request: ScoreInput) -> None:
         pass
 
@@ -285,6 +307,9 @@ class Sglang(Dialect):
             scores = Scores(logprobs, top_ids.reshape(shape), values.reshape(shape), 0)
             return str(span["version"]), scores
 
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        raise InvalidFieldError("header.transfer", NOT_SENT)
+
     async def check_weights(self, source: Path | Transfer) -> None:
         if isinstance(source, Transfer):
             raise InvalidFieldError("header.transfer", "is not offered to an SGLang server")
@@ -306,45 +331,13 @@ class Sglang(Dialect):
     async def load_weights(self, source: Path | Transfer) -> None:
         if isinstance(source, Transfer):
             raise TypeError("check_weights refuses transfers")
+        # An upload is the only file of its folder.
+        is_folder = await asyncio.to_thread(source.is_dir)
         await self.server.post(
             "/update_weights_from_disk",
-            {"model_path": await asyncio.to_thread(_folder, source)},
+            {"model_path": str((source if is_folder else source.parent).absolute())},
             timeout_ms=self.config.weight_transfer_timeout_ms,
         )
-
-
-class SglangAnswer(Answer):
-    """An answer of `/generate`."""
-
-    def _add(self, part: Any) -> None:
-        expect(self.finish is None, "it goes on after its end")
-        meta, ids = part["meta_info"], part["output_ids"]
-        entries = meta["output_token_logprobs"]
-        new = meta["completion_tokens"] - self.sampled
-        expect(0 <= new <= min(len(ids), len(entries)), f"{new} ids are new of {len(ids)}")
-        top = self._request.generate.top_logprobs
-        rows = _last(meta["output_top_logprobs"], new) if top else [[]] * new
-        for id_, entry, row in zip(_last(ids, new), _last(entries, new), rows, strict=True):
-            expect(entry[1] == id_, "a log-prob belongs to another id")
-            expect(len(row) == top, f"{len(row)} of {top} most likely ids came")
-            self._rows.append(
-                Row(
-                    read_id(id_, self._vocabulary),
-                    _number(entry[0]),
-                    [read_id(one[1], self._vocabulary) for one in row],
-                    [_number(one[0], float("-inf")) for one in row],
-                )
-            )
-        reason = meta["finish_reason"]
-        if reason is not None:
-            self._end(FINISHES[reason["type"]], meta["weight_versions"], reason.get("matched"))
-        if "prompt_tokens" in meta:  # not where a request is aborted in the queue
-            self._note_prompt(meta["prompt_tokens"], meta["cached_tokens"])
-
-
-def _folder(source: Path) -> str:
-    """Returns the folder of weights. An upload is the only file of its folder."""
-    return str((source if source.is_dir() else source.parent).absolute())
 
 
 def _last(values: list[Any], count: int) -> list[Any]:

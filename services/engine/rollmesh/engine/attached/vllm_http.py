@@ -1,13 +1,12 @@
 """The dialect of vLLM 0.32: `/inference/v1/generate`, and the routes of its development mode."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rollmesh.engine.attached.answers import Answer, Row, expect, read_id, well_formed
-from rollmesh.engine.attached.dialect import Dialect, vocabulary
+from rollmesh.engine.attached.dialect import Dialect
 from rollmesh.engine.backend import (
     FINISHES,
     GenerateInput,
@@ -36,6 +35,37 @@ _NO_NUMBER = -9999.0
 """vLLM writes it in place of NaN and of minus infinity."""
 
 
+class VllmAnswer(Answer):
+    """An answer of `/inference/v1/generate`."""
+
+    def _add(self, part: Any) -> None:
+        choices = part["choices"]
+        if not choices:  # the last event, with the usage
+            self._note_usage(part)
+            return
+        (choice,) = choices
+        expect(choice["index"] == 0 and self.finish is None, "it goes on after its end")
+        ids = choice["token_ids"]
+        content = (choice["logprobs"] or {}).get("content") or []
+        expect(len(ids) == len(content), f"it has {len(content)} log-probs for {len(ids)} ids")
+        top = self._request.generate.top_logprobs
+        for id_, entry in zip(ids, content, strict=True):
+            expect(entry["token_id"] == id_, "a log-prob belongs to another id")
+            self._rows.append(_row(entry, top, self._vocabulary))
+        reason = choice["finish_reason"]
+        if reason is not None:
+            spans = choice["weight_versions"] or ()
+            self._end(FINISHES[reason], spans, choice["stop_reason"])
+            self._note_usage(part)
+        else:
+            expect(bool(ids), "a part of it is empty")
+
+    def _note_usage(self, part: Any) -> None:
+        if usage := part.get("usage"):
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            self._note_prompt(usage["prompt_tokens"], cached)
+
+
 class VllmHttp(Dialect):
     """A vLLM server."""
 
@@ -43,13 +73,20 @@ class VllmHttp(Dialect):
     tested = "0.32"
     generate_path = "/inference/v1/generate"
     alive_path = "/health"
+    answers = VllmAnswer
+    sleep_flag = "--enable-sleep-mode"
     _has_extension = False
-    _may_sleep = False
     _ranks = 1
     _most_logprobs = 0
     _fast_prefill = False
 
     async def describe(self, info: Any) -> None:
+        """Reads the server's description.
+
+        Raises:
+            EngineStartError: The server does not fit the settings.
+            KeyError: A field is missing.
+        """
         config = info["vllm_config"]
         model, parallel = config["model_config"], config["parallel_config"]
         if model["multimodal_config"]:
@@ -69,12 +106,12 @@ class VllmHttp(Dialect):
         if self._has_extension:
             self.weight_transfer = transfer.get("backend", "")
         device = config["device_config"]["device"]
-        self._may_sleep = model["enable_sleep_mode"] or device == "cpu"
+        self.may_sleep = model["enable_sleep_mode"] or device == "cpu"
         self.slots = config["scheduler_config"]["max_num_seqs"] * self._ranks
         self._most_logprobs = model["max_logprobs"]
         self._fast_prefill = config["cache_config"]["kv_sharing_fast_prefill"]
         self.limits = ModelLimits(
-            vocabulary(self.config, Path(model["model"])),
+            self.vocabulary(Path(model["model"])),
             context,
             scores_whole_context=self.config.logprobs == "raw",
         )
@@ -99,9 +136,14 @@ class VllmHttp(Dialect):
         )
 
     async def probe(self) -> None:
-        pass
+        """Finds out properties that the description lacks. The server samples.
+
+        Raises:
+            EngineStartError: The server does not fit the settings.
+        """
 
     async def weight_name(self, timeout_ms: int = 0) -> Any:
+        """Returns the name of the weights, which the server says between two steps."""
         return (await self.server.get("/weight_info", timeout_ms=timeout_ms)).get("weight_version")
 
     async def rename(self, name: str) -> None:
@@ -111,10 +153,12 @@ class VllmHttp(Dialect):
         return (await self.server.get("/is_paused")).get("is_paused") is True
 
     async def wake_if_asleep(self) -> None:
+        """Wakes a server that another engine has put to sleep."""
         if (await self.server.get("/is_sleeping")).get("is_sleeping"):
             await self.server.post("/wake_up")
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Stops sampling, with KEEP or ABORT."""
         vllm_mode = name_of(engine_pb2.PauseMode.DESCRIPTOR, mode).lower()
         query = {"mode": vllm_mode, "clear_cache": str(clear_cache).lower()}
         await self.server.post("/pause", query=query)
@@ -123,14 +167,9 @@ class VllmHttp(Dialect):
         await self.server.post("/resume")
 
     async def abort(self, ids: list[str]) -> None:
+        """Aborts requests. Unknown ones are left out."""
         names = [f"generate-tokens-{id_}" for id_ in ids]
         await self.server.post("/abort_requests", {"request_ids": names})
-
-    def check_sleep(self) -> None:
-        if not self._may_sleep:
-            raise InvalidFieldError(
-                "level", "the attached server cannot sleep; start it with --enable-sleep-mode"
-            )
 
     async def sleep(self, level: int) -> None:
         await self.server.post("/sleep", query={"level": str(level), "mode": "abort"})
@@ -149,6 +188,7 @@ class VllmHttp(Dialect):
         super().refuse(request)
 
     def generate_body(self, request: GenerateInput, id_: str) -> dict[str, Any]:
+        """Returns the request for a generation. `id_` is its id at the server."""
         params = vllm_sampling(request.generate.sampling)
         params["logprobs"] = self.candidates(request.generate.top_logprobs)
         body: dict[str, Any] = {
@@ -161,13 +201,16 @@ class VllmHttp(Dialect):
         return body
 
     def candidates(self, top: int) -> int:
+        """Returns the number of candidates that the server is asked for at each position."""
         # The server leaves out the last one where the sampled token is none of them.
         return top + 1 if top else 0
 
-    def answer(self, request: GenerateInput, version_of: Callable[[str], int]) -> Answer:
-        return VllmAnswer(request, self.limits.vocabulary_tokens, version_of)
-
     def refuse_score(self, request: ScoreInput) -> None:
+        """Refuses a sequence that the server cannot score.
+
+        Raises:
+            InvalidFieldError: Names the field.
+        """
         if self._fast_prefill:
             raise InvalidFieldError(
                 "token_ids_u32le",
@@ -188,11 +231,35 @@ class VllmHttp(Dialect):
         return {"request_id": id_, "token_ids": ids.tolist(), "sampling_params": params}
 
     def read_scores(self, found: Any, request: ScoreInput) -> tuple[str, Scores] | None:
+        """Returns the name of the weights and the scores. None if the request was aborted.
+
+        Raises:
+            EngineFaultError: The answer cannot be right.
+        """
         with well_formed("scores are"):
             (choice,) = found["choices"]
             if choice["finish_reason"] == "abort":
                 return None
-            return _scores(found, choice, request, self._samples_last(request))
+            positions = found["prompt_logprobs"]
+            expect(positions[0] is None, "the first id has a score")
+            rows = [
+                [{"token_id": int(id_), **one} for id_, one in row.items()] for row in positions[1:]
+            ]
+            if self._samples_last(request):
+                rows.append(choice["logprobs"]["content"][0]["top_logprobs"])
+            ids, top = request.token_ids[request.start :], request.top_k
+            rows = rows[len(rows) - len(ids) :]
+            expect(len(rows) == len(ids), f"{len(rows)} of {len(ids)} positions were scored")
+            logprobs = np.empty(len(ids), np.float32)
+            top_ids, values = np.empty((len(ids), top), np.uint32), np.empty((len(ids), top), "f4")
+            for at, (id_, row) in enumerate(zip(ids.tolist(), rows, strict=True)):
+                (own,) = (one for one in row if one["token_id"] == id_)
+                logprobs[at] = _number(own["logprob"], float("nan"))
+                likely = sorted(row, key=_rank)[:top]
+                top_ids[at] = [one["token_id"] for one in likely]
+                values[at] = [_number(one["logprob"], float("-inf")) for one in likely]
+            (span, *_) = choice["weight_versions"]
+            return str(span["version"]), Scores(logprobs, top_ids, values, 0)
 
     def _samples_last(self, request: ScoreInput) -> bool:
         """Returns whether the prompt lacks the last id, which is the only one to be sampled."""
@@ -208,11 +275,18 @@ class VllmHttp(Dialect):
     # Weights go through the extension of the server's workers.
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Joins the trainer. Only servers with `weight_transfer` are asked."""
         self._check_takes_weights()
         if problem := _first(await self._on_workers("init_transfer", init_info)):
             raise WeightTransferError(problem)
 
     async def check_weights(self, source: Path | Transfer) -> None:
+        """Checks weights before they are loaded.
+
+        Raises:
+            InvalidWeightsError: They do not fit the model.
+            InvalidFieldError: The server takes no weights.
+        """
         self._check_takes_weights()
         if isinstance(source, Transfer):
             problems = await self._on_workers("check_transfer", list(source.updates))
@@ -222,6 +296,11 @@ class VllmHttp(Dialect):
             raise InvalidWeightsError("weights", problem)
 
     async def load_weights(self, source: Path | Transfer) -> None:
+        """Loads weights that were checked.
+
+        Raises:
+            WeightTransferError: Nothing was loaded.
+        """
         if isinstance(source, Path):
             await self._on_workers("load_checked_weights", _path(source))
             return
@@ -261,37 +340,6 @@ class VllmHttp(Dialect):
         return ["" if one is None else str(one) for one in results]
 
 
-class VllmAnswer(Answer):
-    """An answer of `/inference/v1/generate`."""
-
-    def _add(self, part: Any) -> None:
-        choices = part["choices"]
-        if not choices:  # the last event, with the usage
-            self._note_usage(part)
-            return
-        (choice,) = choices
-        expect(choice["index"] == 0 and self.finish is None, "it goes on after its end")
-        ids = choice["token_ids"]
-        content = (choice["logprobs"] or {}).get("content") or []
-        expect(len(ids) == len(content), f"it has {len(content)} log-probs for {len(ids)} ids")
-        top = self._request.generate.top_logprobs
-        for id_, entry in zip(ids, content, strict=True):
-            expect(entry["token_id"] == id_, "a log-prob belongs to another id")
-            self._rows.append(_row(entry, top, self._vocabulary))
-        reason = choice["finish_reason"]
-        if reason is not None:
-            spans = choice["weight_versions"] or ()
-            self._end(FINISHES[reason], spans, choice["stop_reason"])
-            self._note_usage(part)
-        else:
-            expect(bool(ids), "a part of it is empty")
-
-    def _note_usage(self, part: Any) -> None:
-        if usage := part.get("usage"):
-            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            self._note_prompt(usage["prompt_tokens"], cached)
-
-
 def _row(entry: Any, top: int, size: int) -> Row:
     found = sorted(entry["top_logprobs"], key=_rank)[:top] if top else []
     expect(len(found) == top, f"{len(found)} of {top} most likely ids came")
@@ -312,34 +360,6 @@ def _rank(entry: Any) -> int:
 def _number(value: Any, other: float) -> float:
     number = float(value)
     return other if number <= _NO_NUMBER else number
-
-
-def _scores(body: Any, choice: Any, request: ScoreInput, samples_last: bool) -> tuple[str, Scores]:
-    rows = [[{"token_id": int(id_), **one} for id_, one in row.items()] for row in _positions(body)]
-    if samples_last:
-        rows.append(choice["logprobs"]["content"][0]["top_logprobs"])
-    ids = request.token_ids[request.start :]
-    rows = rows[len(rows) - len(ids) :]
-    expect(len(rows) == len(ids), f"{len(rows)} of {len(ids)} positions were scored")
-    logprobs = np.empty(len(ids), np.float32)
-    top_ids = np.empty((len(ids), request.top_k), np.uint32)
-    top_logprobs = np.empty((len(ids), request.top_k), np.float32)
-    for at, (id_, row) in enumerate(zip(ids.tolist(), rows, strict=True)):
-        (own,) = (one for one in row if one["token_id"] == id_)
-        logprobs[at] = _number(own["logprob"], float("nan"))
-        found = sorted(row, key=_rank)[: request.top_k]
-        top_ids[at] = [one["token_id"] for one in found]
-        top_logprobs[at] = [_number(one["logprob"], float("-inf")) for one in found]
-    (span, *_) = choice["weight_versions"]
-    return str(span["version"]), Scores(logprobs, top_ids, top_logprobs, 0)
-
-
-def _positions(body: Any) -> list[Any]:
-    first: Any
-    rest: list[Any]
-    first, *rest = body["prompt_logprobs"]
-    expect(first is None, "the first id has a score")
-    return rest
 
 
 def _path(source: Path) -> str:

@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapp
 from concurrent.futures import Future
 from contextlib import aclosing, closing, contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -67,7 +66,7 @@ from rollmesh.engine.vllm.constraint import has_tokenizer, vocabulary_of, writte
 from rollmesh.engine.vllm.grammars import Grammars
 from rollmesh.engine.vllm.images import ImagePrompts, takes_images
 from rollmesh.runtime import clock
-from rollmesh.runtime.codec import EXPERTS, SUPPORT, ImageLimits, Kind, experts_column, name_of
+from rollmesh.runtime.codec import EXPERTS, SUPPORT, ImageLimits, experts_column, name_of
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import (
     EngineDeadError,
@@ -145,8 +144,17 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
             near = difflib.get_close_matches(name, known, _SIMILAR)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise ConfigError(f"vllm.{name}: the installed vLLM has no such option{hint}")
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words = [f"--{flag}" if value else f"--no-{flag}"]
+        else:
+            texts = value if isinstance(value, list) and value else [value]
+            words = [
+                f"--{flag}",
+                *(one if isinstance(one, str) else json.dumps(one) for one in texts),
+            ]
         try:
-            read[name] = getattr(parser.parse_args(_words(name, value)), name)
+            read[name] = getattr(parser.parse_args(words), name)
         except (ArgumentError, ValueError, ConfigError) as error:
             said = " ".join(str(error).split())
             raise ConfigError(
@@ -160,22 +168,6 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # mypy has no vLLM
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
-
-
-def _words(name: str, value: Any) -> list[str]:
-    """Returns an option as command-line arguments."""
-    flag = name.replace("_", "-")
-    match value:
-        case bool():
-            return [f"--{flag}" if value else f"--no-{flag}"]
-        case list() if value:
-            return [f"--{flag}", *(_text(one) for one in value)]
-        case _:
-            return [f"--{flag}", _text(value)]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 # Writes a request as vLLM's sampling parameters.
@@ -264,40 +256,6 @@ class FailureHandler(logging.Handler):
             file.write(f"{type(error).__name__}: {error}")
 
 
-@dataclass(frozen=True, slots=True)
-class FailureLog:
-    """The folder where failures are written while vLLM starts."""
-
-    folder: Path
-
-    @property
-    def config_file(self) -> str:
-        """Path of a logging configuration for vLLM: its own, plus the handler."""
-        return str(self.folder / "logging.json")
-
-    def first(self) -> str:
-        """Returns the first logged exception. Empty if there was none."""
-        path = self.folder / "failure"
-        return path.read_text() if path.exists() else ""
-
-
-@contextmanager
-def failure_log() -> Iterator[FailureLog]:
-    """Collects failures while vLLM starts. Later failures appear only in vLLM's log."""
-    from vllm.logger import DEFAULT_LOGGING_CONFIG
-
-    with tempfile.TemporaryDirectory(prefix="rollmesh-vllm-") as folder:
-        log = FailureLog(Path(folder))
-        own = vllm_envs.VLLM_LOGGING_CONFIG_PATH
-        config = json.loads(Path(own).read_text()) if own else deepcopy(DEFAULT_LOGGING_CONFIG)
-        handler = {"()": f"{__name__}.FailureHandler", "path": str(log.folder / "failure")}
-        config.setdefault("handlers", {})[_NAME] = handler
-        logger = config.setdefault("loggers", {}).setdefault("vllm", {})
-        logger["handlers"] = [*logger.get("handlers", ()), _NAME]
-        Path(log.config_file).write_text(json.dumps(config))
-        yield log
-
-
 # Starts vLLM with the arguments of rollmesh and those that the user passes through.
 
 _LOOK_S = 0.1
@@ -305,65 +263,26 @@ _LOOKS = 100
 _LOGPROBS_MODES = {"raw": "raw_logprobs", "sampled": "processed_logprobs"}
 
 
-class Loading:
-    """A thread that loads the model, so that health is answered and a stop is obeyed meanwhile.
-
-    The thread lives until `end`, because vLLM's processes end with the thread that started them. It
-    is a daemon, because vLLM cannot be told to give up a start.
-    """
-
-    def __init__(
-        self, config: EngineConfig, options: Mapping[str, Any], *, takes_constraints: bool
-    ) -> None:
-        """Takes the arguments of `start_llm`. Starts nothing yet."""
-        self._loaded: Future[AsyncLLM] = Future()
-        self._ended = threading.Event()
-
-        def load() -> None:
-            try:
-                llm = start_llm(config, options, takes_constraints=takes_constraints)
-                self._loaded.set_result(llm)
-            except BaseException as error:  # the edge of the thread
-                self._loaded.set_exception(error)
-            self._ended.wait()
-
-        self._thread = threading.Thread(target=load, name="vllm", daemon=True)
-
-    async def llm(self) -> AsyncLLM:
-        """Returns vLLM with the model loaded. If this call is cancelled, its processes are killed.
-
-        Raises:
-            EngineStartError: vLLM could not start. The message gives the reason in one line.
-        """
-        self._thread.start()
-        try:
-            return await asyncio.shield(asyncio.wrap_future(self._loaded))
-        except asyncio.CancelledError:
-            for _ in range(_LOOKS):
-                if self._loaded.done():
-                    break
-                for process in multiprocessing.active_children():
-                    process.kill()
-                await asyncio.sleep(_LOOK_S)
-            if self._loaded.done() and not self._loaded.exception():
-                await asyncio.to_thread(self._loaded.result().shutdown)
-            raise
-
-    def end(self) -> None:
-        """Ends the thread, and with it whatever vLLM's processes are left."""
-        self._ended.set()
-
-
 def start_llm(
-    config: EngineConfig, options: Mapping[str, Any], *, takes_constraints: bool
+    config: EngineConfig, options: Mapping[str, Any], takes_constraints: bool
 ) -> AsyncLLM:
     """Returns vLLM with the model loaded by all of its workers.
 
     Raises:
         EngineStartError: vLLM could not start. The message gives the reason in one line.
     """
-    with failure_log() as failures:
-        settings = {"logging_config": LoggingConfig(pylogging_config_file=failures.config_file)}
+    from vllm.logger import DEFAULT_LOGGING_CONFIG
+
+    with tempfile.TemporaryDirectory(prefix="rollmesh-vllm-") as folder:
+        failure, file = Path(folder, "failure"), Path(folder, "logging.json")
+        own = vllm_envs.VLLM_LOGGING_CONFIG_PATH
+        log = json.loads(Path(own).read_text()) if own else deepcopy(DEFAULT_LOGGING_CONFIG)
+        handler = {"()": f"{__name__}.FailureHandler", "path": str(failure)}
+        log.setdefault("handlers", {})[_NAME] = handler
+        logger = log.setdefault("loggers", {}).setdefault("vllm", {})
+        logger["handlers"] = [*logger.get("handlers", ()), _NAME]
+        file.write_text(json.dumps(log))
+        settings = {"logging_config": LoggingConfig(pylogging_config_file=str(file))}
         try:
             return AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
@@ -372,7 +291,7 @@ def start_llm(
                 stat_loggers=[PrometheusStatLogger] if config.metrics_port >= 0 else None,
             )
         except Exception as error:
-            reason = failures.first() or f"{type(error).__name__}: {error}"
+            reason = failure.read_text() if failure.exists() else f"{type(error).__name__}: {error}"
             raise EngineStartError(f"vLLM could not start: {' '.join(reason.split())}") from error
 
 
@@ -406,31 +325,22 @@ def engine_arguments(
         # the last slot for requests of the base model beside others (vllm#48421): it stays empty.
         slots = config.max_adapters + (2 if current_platform.is_cpu() else 1)
         own |= {"enable_lora": True, "max_loras": slots, "max_lora_rank": min(ranks)}
-    # Each request carries its processed images: see `images`.
-    images = {"mm_processor_cache_gb": 0} if takes_images(config.model_path) else {}
-    return {**_cpu_arguments(options), **own, **images, **options}
-
-
-def _cpu_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments for a CPU: one worker, in the scheduler's process.
-
-    vLLM's default on CPUs is a separate worker process, and the scheduler busy-waits for its
-    answers. With few cores this takes a core from the model and starves the threads that move
-    requests and tokens into and out of the scheduler: streams stalled for seconds, and aborts and
-    pauses took effect only after the request had ended. vLLM would bind the model's threads to
-    cores in the worker. Here the environment sets them instead.
-    """
-    if not current_platform.is_cpu():
-        return {}
-    environ = os.environ  # noqa: TID251 - the only way to set the threads of vLLM's process
-    environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) - 1, 1)))
-    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    workers = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
-    if workers == 1:
-        return {"distributed_executor_backend": UniProcExecutor}
-    # vLLM would bind each worker to a NUMA node and refuses to start if there are too few nodes.
-    environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    return {}
+    if takes_images(config.model_path):  # each request carries its processed images: see `images`
+        own["mm_processor_cache_gb"] = 0
+    if current_platform.is_cpu():
+        # vLLM's default on CPUs is a separate worker process, and the scheduler busy-waits for its
+        # answers. With few cores this takes a core from the model and starves the threads that move
+        # requests and tokens into and out of the scheduler: streams stalled for seconds, and aborts
+        # and pauses took effect only after the request had ended. vLLM would bind the model's
+        # threads to cores in the worker. Here the environment sets them instead.
+        environ = os.environ  # noqa: TID251 - the only way to set the threads of vLLM's process
+        environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) - 1, 1)))
+        environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1) == 1:
+            own["distributed_executor_backend"] = UniProcExecutor
+        else:  # else vLLM binds each worker to a NUMA node, and there may be too few
+            environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return own | dict(options)
 
 
 _log = logging.getLogger(__name__)
@@ -460,7 +370,8 @@ class VllmBackend:
         self.weight_transfer = config.weight_transfer
         self._policy_version = 0
         self._llm: Any = None
-        self._loading: Loading | None = None
+        self._ended = threading.Event()
+        """Ends the thread that has started vLLM, and with it what is left of its processes."""
         self._images: Any = None
         self._adapters: Any = None
         self._held = False
@@ -475,10 +386,7 @@ class VllmBackend:
 
     async def start(self) -> None:
         """Loads the model, sets its version and samples one token to warm it up."""
-        self._loading = Loading(
-            self._config, self._options, takes_constraints=self._takes_constraints
-        )
-        self._llm = await self._loading.llm()
+        self._llm = await self._loaded()
         if self._takes_constraints:  # started after vLLM's processes, which inherit descriptors
             await self._grammars.start()
             vocabulary = await asyncio.to_thread(vocabulary_of, self._llm)
@@ -492,6 +400,9 @@ class VllmBackend:
             names = await self._adapted_modules(list(shapes))
             taking = {name: shapes[one] for one, name in names.items() if name}
             self._adapters = AdapterChecks(taking, self._llm.vllm_config.lora_config)
+        # VLLM's own checks allowed the columns that it was started to return.
+        aux = self._llm.vllm_config.aux_output_config
+        columns = {SUPPORT: model.return_sampling_mask, EXPERTS: aux.enable_return_routed_experts}
         self.limits = ModelLimits(
             model.get_vocab_size(),
             model.max_model_len,
@@ -500,7 +411,7 @@ class VllmBackend:
             # The mask of the last id is part of sampled log-probabilities.
             scores_whole_context=self._config.logprobs == "raw",
             max_adapter_bytes=self._adapters.most_bytes if self._adapters else 0,
-            columns=_columns(self._llm.vllm_config),
+            columns=frozenset(kind for kind, is_on in columns.items() if is_on),
         )
         attention = _first(await self._on_workers("attention_backends"))
         self.numerics = _numerics(self._llm.vllm_config, attention, self._config.logprobs)
@@ -522,8 +433,40 @@ class VllmBackend:
             await self._images.close()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
-        if self._loading is not None:
-            self._loading.end()
+        self._ended.set()
+
+    async def _loaded(self) -> Any:
+        """Returns vLLM with the model loaded. If this call is cancelled, its processes are killed.
+
+        A thread loads it, so that health is answered and a stop is obeyed meanwhile. It lives until
+        `stop`, because vLLM's processes end with the thread that started them. It is a daemon,
+        because vLLM cannot be told to give up a start.
+
+        Raises:
+            EngineStartError: vLLM could not start. The message gives the reason in one line.
+        """
+        loaded: Future[AsyncLLM] = Future()
+
+        def load() -> None:
+            try:
+                loaded.set_result(start_llm(self._config, self._options, self._takes_constraints))
+            except BaseException as error:  # the edge of the thread
+                loaded.set_exception(error)
+            self._ended.wait()
+
+        threading.Thread(target=load, name="vllm", daemon=True).start()
+        try:
+            return await asyncio.shield(asyncio.wrap_future(loaded))
+        except asyncio.CancelledError:
+            for _ in range(_LOOKS):
+                if loaded.done():
+                    break
+                for process in multiprocessing.active_children():
+                    process.kill()
+                await asyncio.sleep(_LOOK_S)
+            if loaded.done() and not loaded.exception():
+                await asyncio.to_thread(loaded.result().shutdown)
+            raise
 
     async def watch(self) -> None:
         """Sets `died` when vLLM's process dies. Runs until then."""
@@ -546,10 +489,15 @@ class VllmBackend:
         """Yields messages, the last with the finish. Closing the iterator aborts the request."""
         generate = request.generate
         request_id = generate.request_id
-        if SUPPORT in self.limits.columns:
-            _check_bounded(generate.sampling)
+        sampling = generate.sampling
+        if SUPPORT in self.limits.columns and not (sampling.top_k and sampling.temperature):
+            raise InvalidSamplingError(
+                "sampling.top_k",
+                "is missing, or temperature is 0, and the engine runs with return_sampling_mask; "
+                "give top_k and a temperature above 0",
+            )
         if self._config.logprobs == "sampled":
-            check_temperature(generate.sampling)
+            check_temperature(sampling)
         running = RunningRequest(self._llm.output_processor, request_id, request.collect_ms)
         unread: list[Any] = []
         passed = 0
@@ -571,8 +519,11 @@ class VllmBackend:
                     completion = output.outputs[0]
                     if output.lora_request != lora:
                         raise RollmeshError("vLLM sampled with another adapter than it was told")
-                    if generate.images and not passed and not unread:
-                        _check_prompt(output, request)
+                    is_first = generate.images and not passed and not unread
+                    if is_first and not np.array_equal(output.prompt_token_ids, request.token_ids):
+                        raise RollmeshError(
+                            "vLLM sampled from other ids than it was sent; its images are unsafe"
+                        )
                     if completion.finish_reason == "error":
                         raise _failure(request)
                     unread.append(completion)
@@ -641,7 +592,8 @@ class VllmBackend:
             await self._llm.renderer.clear_mm_cache_async()
             await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
         else:
-            await self._llm.pause_generation(mode=_name_of(mode), clear_cache=clear_cache)
+            name = name_of(engine_pb2.PauseMode.DESCRIPTOR, mode).lower()
+            await self._llm.pause_generation(mode=name, clear_cache=clear_cache)
         self._held = True
 
     async def resume(self) -> None:
@@ -658,17 +610,19 @@ class VllmBackend:
     async def check_weights(self, source: Path | Transfer, *, prepares: bool = False) -> None:
         """Asks the workers whether they can load the weights, and has them prepare."""
         with self._occupied():
-            await self._check(source)
+            if isinstance(source, Transfer):
+                problems = await self._transfer_call("check_transfer", list(source.updates))
+            else:
+                problems = await self._on_workers("check_weights", str(source))
+        if problem := _first(problems):
+            raise InvalidWeightsError("weights", problem)
         if prepares and any(await self._on_workers("prepare_weights", str(source))):
             with suppress(TimeoutError):  # then the pause is as long as without
                 async with asyncio.timeout(_PREPARED_S):
-                    await self._until_prepared()
-
-    async def _until_prepared(self) -> None:
-        while True:
-            if not any(await self._on_workers("is_preparing")):
-                return
-            await asyncio.sleep(_HEALTH_CHECK_S / 10)
+                    while True:
+                        if not any(await self._on_workers("is_preparing")):
+                            break
+                        await asyncio.sleep(_HEALTH_CHECK_S / 10)
 
     async def load_weights(self, source: Path | Transfer, policy_version: int) -> None:
         """Loads weights that were checked."""
@@ -704,14 +658,6 @@ class VllmBackend:
             yield
         finally:
             self._busy = False
-
-    async def _check(self, source: Path | Transfer) -> None:
-        if isinstance(source, Transfer):
-            problem = _first(await self._transfer_call("check_transfer", list(source.updates)))
-        else:
-            problem = _first(await self._on_workers("check_weights", str(source)))
-        if problem:
-            raise InvalidWeightsError("weights", problem)
 
     async def _load_transfer(self, source: Transfer) -> None:
         problems = await self._transfer_call("load_transfer", list(source.updates))
@@ -814,16 +760,10 @@ class VllmBackend:
                 f"{self._config.model_path} has no tokenizer; use a model that has one",
             )
         text = await asyncio.to_thread(written, generate.constraint)
-        if (
-            generate.constraint.structural_tag_json != _ANY_TEXT
-        ):  # the warm-up does not wait for the process
+        # The warm-up does not wait for the process.
+        if generate.constraint.structural_tag_json != _ANY_TEXT:
             await self._grammars.check(text)
         return text
-
-
-def _name_of(mode: PauseMode) -> str:
-    """Returns vLLM's name for a pause mode."""
-    return name_of(engine_pb2.PauseMode.DESCRIPTOR, mode).lower()
 
 
 def _lora(adapter: Adapter) -> LoRARequest:
@@ -834,29 +774,6 @@ def _lora(adapter: Adapter) -> LoRARequest:
 
 def _first(answers: list[str]) -> str:
     return next(filter(None, answers), "")
-
-
-def _columns(config: Any) -> frozenset[Kind]:
-    """Returns the columns that vLLM was started to return, which its own checks allowed."""
-    found = {
-        SUPPORT: config.model_config.return_sampling_mask,
-        EXPERTS: config.aux_output_config.enable_return_routed_experts,
-    }
-    return frozenset(kind for kind, is_on in found.items() if is_on)
-
-
-def _check_bounded(sampling: sampling_pb2.SamplingParams) -> None:
-    """Checks that vLLM can return the sampling support of a request.
-
-    Raises:
-        InvalidSamplingError: It is greedy, or without top_k.
-    """
-    if not sampling.top_k or not sampling.temperature:
-        raise InvalidSamplingError(
-            "sampling.top_k",
-            "is missing, or temperature is 0, and the engine runs with return_sampling_mask; give "
-            "top_k and a temperature above 0",
-        )
 
 
 def _numerics(config: Any, attention: str, logprobs: str) -> sampling_pb2.Numerics:
@@ -894,25 +811,13 @@ def _unexpected() -> RollmeshError:
     return RollmeshError("vLLM ended the request with an error; see its log")
 
 
-def _check_prompt(output: Any, request: GenerateInput) -> None:
-    """Checks that vLLM has left the ids of a prompt with images as they are.
-
-    Raises:
-        RollmeshError: It has changed them.
-    """
-    if not np.array_equal(output.prompt_token_ids, request.token_ids):
-        raise RollmeshError("vLLM sampled from other ids than it was sent; its images are unsafe")
-
-
 def _finish(completion: Any, cached_tokens: int) -> engine_pb2.GenerateFinish:
     reason = FINISHES.get(completion.finish_reason)
     if reason is None:
         raise EngineDeadError(f"vLLM ended a request with {completion.finish_reason!r}")
     stop = completion.stop_reason
-    if (
-        reason == sampling_pb2.FINISH_REASON_STOP and stop is None
-    ):  # the end token that vLLM reads from the model's config
-        stop = completion.token_ids[-1] if len(completion.token_ids) else None
+    if reason == sampling_pb2.FINISH_REASON_STOP and stop is None and len(completion.token_ids):
+        stop = completion.token_ids[-1]  # the end token that vLLM reads from the model's config
     return engine_pb2.GenerateFinish(
         reason=reason,
         stop_token_id=stop if isinstance(stop, int) else None,

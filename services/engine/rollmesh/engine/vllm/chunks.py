@@ -6,7 +6,6 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollmesh.engine.backend import GenerateInput, ScoreInput, Scores, message
 from rollmesh.runtime import clock
@@ -176,16 +175,13 @@ def scores_of(output: Any, request: ScoreInput) -> Scores:
         last_ids, last_logprobs = _rows(completion.logprobs or (), width)
         is_flat = hasattr(found, "token_ids")  # nothing came, or not by way of `keep_tensors`
         prompt_ids, prompt_logprobs = (found.token_ids, found.logprobs) if is_flat else found[:2]
-        ids = _joined((prompt_ids, last_ids), width, np.uint32)[-count:]
-        logprobs = _joined((prompt_logprobs, last_logprobs), width, np.float32)[-count:]
+        ids = np.concatenate([np.asarray(prompt_ids, np.uint32).reshape(-1, width), last_ids])
+        prompt = np.asarray(prompt_logprobs, np.float32).reshape(-1, width)
+        ids, logprobs = ids[-count:], np.concatenate([prompt, last_logprobs])[-count:]
     if logprobs.shape != (count, width) or not completion.weight_versions:
         raise RollmeshError("vLLM does not say all of what was scored, or by which weights")
     version = int(completion.weight_versions[-1].version)
     return Scores(logprobs[:, 0], ids[:, 1:], logprobs[:, 1:], version)
-
-
-def _joined(parts: Sequence[Any], width: int, dtype: Any) -> NDArray[Any]:
-    return np.concatenate([np.asarray(part, dtype).reshape(-1, width) for part in parts])
 
 
 # Notices a model that has stopped stepping although its process lives.

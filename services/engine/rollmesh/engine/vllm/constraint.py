@@ -18,6 +18,8 @@ from rollmesh.v1 import engine_pb2
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_NOT_COMBINED = {"pattern", "format", "const", "enum"}
+"""Other bounds of a string, which xgrammar cannot combine with its length."""
 _FIELD = "constraint.structural_tag_json"
 
 
@@ -44,7 +46,12 @@ def written(constraint: engine_pb2.Constraint) -> str:
         InvalidConstraintError: It is strict, and xgrammar would ignore a part of a JSON schema.
     """
     tag = json.loads(constraint.structural_tag_json)
-    for schema, takes_patterns in _schemas(tag):
+    for schema, form in tag_schemas(tag):
+        if not isinstance(schema, dict):
+            continue
+        # Patterns cannot bound strings inside tags or where text is excluded: xgrammar ignores
+        # exclusions in patterns.
+        takes_patterns = form.get("style", "json") == "json" and not form.get("excludes")
         bounds = list(_bounded_strings(schema))
         unsupported = has_xgrammar_unsupported_json_features(schema)
         if constraint.strict and (unsupported or (bounds and not takes_patterns)):
@@ -55,21 +62,14 @@ def written(constraint: engine_pb2.Constraint) -> str:
                 "may not contain the format's delimiters, ...); remove the keyword, or strict",
             )
         for string in bounds if takes_patterns else ():
-            _bound_by_pattern(string)
+            # With length bounds, xgrammar 0.2.8 allows control characters, which are invalid in
+            # JSON strings. With a pattern it does not.
+            least, most = string.pop("minLength", 0), string.pop("maxLength", None)
+            string["pattern"] = length_pattern(least, most)
     text = json.dumps(tag, ensure_ascii=False)
     if not text.isascii() and _SURROGATE.search(text):
         raise InvalidConstraintError(_FIELD, "has a lone surrogate; write whole characters")
     return text
-
-
-def _schemas(value: Any) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yields the JSON schemas in a structural tag, and whether patterns can bound their strings.
-
-    They cannot inside tags or where text is excluded: xgrammar ignores exclusions in patterns.
-    """
-    for schema, form in tag_schemas(value):
-        if isinstance(schema, dict):
-            yield schema, form.get("style", "json") == "json" and not form.get("excludes")
 
 
 def _bounded_strings(schema: Any) -> Iterator[dict[str, Any]]:
@@ -81,22 +81,8 @@ def _bounded_strings(schema: Any) -> Iterator[dict[str, Any]]:
         return
     bounds = {key: schema[key] for key in ("minLength", "maxLength") if key in schema}
     is_bounded = bounds and all(type(bound) is int for bound in bounds.values())
-    if schema.get("type") == "string" and is_bounded and not _is_narrower(schema):
+    alone = schema.keys().isdisjoint(_NOT_COMBINED)
+    if schema.get("type") == "string" and is_bounded and alone:
         yield schema
     for one in subschemas(schema):
         yield from _bounded_strings(one)
-
-
-def _bound_by_pattern(string: dict[str, Any]) -> None:
-    """Turns the length bounds of a string into a pattern.
-
-    With length bounds, xgrammar 0.2.8 allows control characters, which are invalid in JSON
-    strings. With a pattern it does not.
-    """
-    least, most = string.pop("minLength", 0), string.pop("maxLength", None)
-    string["pattern"] = length_pattern(least, most)
-
-
-def _is_narrower(schema: dict[str, Any]) -> bool:
-    """Returns whether a string also has other bounds, which xgrammar cannot combine."""
-    return not schema.keys().isdisjoint({"pattern", "format", "const", "enum"})

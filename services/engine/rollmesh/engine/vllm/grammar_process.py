@@ -77,7 +77,14 @@ def _supervise(asker: socket.socket, compile_: Compile) -> None:
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL if said is None else 0)
     _, status = os.waitpid(child, 0)
-    asker.sendall(json.dumps(_outcome(said, status)).encode())
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if said is None:
+        outcome = {"disturbed": f"did not end within {WALL_S:g} s"}
+    elif ended_by == signal.SIGKILL:
+        outcome = {"disturbed": "was killed, as the kernel does when memory is short"}
+    else:
+        outcome = {"problem": _problem(said, ended_by, status)}
+    asker.sendall(json.dumps(outcome).encode())
     asker.close()
 
 
@@ -103,16 +110,6 @@ def _read(pipe: int, asker: socket.socket) -> bytes | None:
         if not part:
             return said
         said += part
-
-
-def _outcome(said: bytes | None, status: int) -> dict[str, str]:
-    """Returns the outcome of a fork: the fault of its grammar, or the disturbance of the trial."""
-    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    if said is None:
-        return {"disturbed": f"did not end within {WALL_S:g} s"}
-    if ended_by == signal.SIGKILL:
-        return {"disturbed": "was killed, as the kernel does when memory is short"}
-    return {"problem": _problem(said, ended_by, status)}
 
 
 def _problem(said: bytes, ended_by: int, status: int) -> str:
@@ -143,7 +140,9 @@ def _compile(text: str, compile_: Compile, write: int) -> None:
         try:
             compile_(text, parsed)
         except BaseException as error:  # a library of others may raise anything
-            os.write(write, f"cannot be compiled: {_reason(error)}".encode()[:_MOST_ANSWER])
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first.rpartition(".cc:")[2].partition(": ")[2] or first  # without the source
+            os.write(write, f"cannot be compiled: {reason}".encode()[:_MOST_ANSWER])
 
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, PARSE_S)
@@ -151,12 +150,6 @@ def _compile(text: str, compile_: Compile, write: int) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-
-
-def _reason(error: BaseException) -> str:
-    """Returns the first line of the library's message, without its source location."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rpartition(".cc:")[2].partition(": ")[2] or lines[0]
 
 
 def _xgrammar() -> Callable[[bytes], Compile]:

@@ -101,8 +101,9 @@ class Grammars:
             self._running[key] = asyncio.get_running_loop().create_future()
             busy = None
             try:
-                problem = await self._tried(text)
-                self._remember(key, problem)
+                self._problems[key] = await self._tried(text)
+                if len(self._problems) > _REMEMBERED:
+                    self._problems.popitem(last=False)
             except OverloadedError as error:
                 busy = error
                 raise
@@ -112,13 +113,12 @@ class Grammars:
         if problem := self._problems[key]:
             raise InvalidConstraintError(_FIELD, problem)
 
-    def _remember(self, key: bytes, problem: str) -> None:
-        self._problems[key] = problem
-        if len(self._problems) > _REMEMBERED:
-            self._problems.popitem(last=False)
-
     async def _tried(self, text: str) -> str:
-        """Returns the fault of a grammar. Tries again if the process had died."""
+        """Returns the fault of a grammar. Tries again if the process had died.
+
+        Raises:
+            OverloadedError: The trial says nothing about the grammar.
+        """
         try:
             async with asyncio.timeout(_TIMEOUT_S), self._slots:
                 for _ in range(2):
@@ -126,15 +126,22 @@ class Grammars:
                     process = self._process
                     answer = await self._asked(text)
                     if answer:
-                        return _problem(json.loads(answer))
+                        outcome: dict[str, str] = json.loads(answer)
+                        break
                     async with self._starting:  # a killed process may not have ended yet
                         if self._process is process:
                             self.stop()
+                else:
+                    raise RollmeshError("the grammar compiler's process ends; see the engine's log")
         except TimeoutError as error:
             raise OverloadedError(
                 "the grammar compiler is busy", retry_delay_ms=_RETRY_MS
             ) from error
-        raise RollmeshError("the grammar compiler's process ends; see the engine's log")
+        if disturbed := outcome.get("disturbed"):
+            raise OverloadedError(
+                f"the grammar compiler is busy: a trial {disturbed}", retry_delay_ms=_RETRY_MS
+            )
+        return outcome["problem"]
 
     async def _asked(self, text: str) -> bytes:
         """Returns the answer. Empty if the process died."""
@@ -155,19 +162,6 @@ class Grammars:
             return b""
         finally:
             writer.close()
-
-
-def _problem(outcome: dict[str, str]) -> str:
-    """Returns the problem of a grammar. Empty if there is none.
-
-    Raises:
-        OverloadedError: The trial says nothing about the grammar.
-    """
-    if disturbed := outcome.get("disturbed"):
-        raise OverloadedError(
-            f"the grammar compiler is busy: a trial {disturbed}", retry_delay_ms=_RETRY_MS
-        )
-    return outcome["problem"]
 
 
 def _started(command: Sequence[str], theirs: socket.socket) -> subprocess.Popen[bytes]:

@@ -7,7 +7,7 @@ images to placeholders that stand for nothing. Both happen without an error.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from rollmesh.runtime import ByteCache
 from rollmesh.runtime.codec import ImageLimits, TokenIds
 from rollmesh.runtime.decoding import ImageDecoders
 from rollmesh.runtime.errors import InvalidFieldError, InvalidImageError
-from rollmesh.v1 import engine_pb2
 
 _ID_NAMES = ("image_token_id", "image_token_index")
 
@@ -34,18 +33,13 @@ def takes_images(model_path: Path) -> bool:
     return isinstance(config, dict) and any(name in config for name in _ID_NAMES)
 
 
-class ProcessedImage:
+class ProcessedImage(NamedTuple):
     """An image as the model's processor made it."""
 
-    def __init__(self, found: Any) -> None:
-        """Takes vLLM's input for a prompt that is one placeholder."""
-        self.token_ids = np.array(found["prompt_token_ids"], np.uint32)
-        (self.item,) = found["mm_kwargs"]["image"]
-        (place,) = found["mm_placeholders"]["image"]
-        self.embeds: torch.Tensor | None = place.is_embed
-        """Which of its ids are filled with the image's embeddings. None: all."""
-        tensors = (one for one in self.item.get_data().values() if isinstance(one, torch.Tensor))
-        self.size = sum(one.nbytes for one in tensors) + self.token_ids.nbytes
+    token_ids: TokenIds
+    item: Any
+    embeds: torch.Tensor | None
+    """Which of its ids are filled with the image's embeddings. None: all."""
 
 
 class ImagePrompts:
@@ -89,7 +83,17 @@ class ImagePrompts:
             processed = await self._process(
                 image.sha256, request.images[image.sha256], f"images[{at}]"
             )
-            _check_run(image, token_ids, processed, f"images[{at}]")
+            wanted, ids_there = processed.token_ids, token_ids[image.offset :][: image.length]
+            if len(wanted) != image.length:
+                raise InvalidFieldError(
+                    f"images[{at}].length",
+                    f"is {image.length}; the model's processor makes {len(wanted)} ids of the "
+                    "image; start the gateway and the engine from the same model_path",
+                )
+            if not np.array_equal(ids_there, wanted):
+                raise InvalidFieldError(
+                    f"images[{at}].offset", "the ids there are not those that stand for an image"
+                )
             made.append(processed)
         self.check_rest(images, token_ids)
         return mm_input(
@@ -120,8 +124,13 @@ class ImagePrompts:
             raise InvalidImageError(
                 field, f"is not taken by the model's processor: {error.__cause__ or error}"
             ) from error
-        made = ProcessedImage(rendered)
-        self._processed.add(sha256, made, made.size)
+        (item,), (place,) = rendered["mm_kwargs"]["image"], rendered["mm_placeholders"]["image"]
+        made = ProcessedImage(
+            np.array(rendered["prompt_token_ids"], np.uint32), item, place.is_embed
+        )
+        tensors = (one for one in item.get_data().values() if isinstance(one, torch.Tensor))
+        size = sum(one.nbytes for one in tensors) + made.token_ids.nbytes
+        self._processed.add(sha256, made, size)
         return made
 
     def check_rest(self, images: Images, token_ids: TokenIds) -> None:
@@ -139,24 +148,3 @@ class ImagePrompts:
                 f"has the id of an image, {self._placeholder}, at index "
                 f"{int(is_placeholder.argmax())}, where no image is; name all images",
             )
-
-
-def _check_run(
-    image: engine_pb2.PromptImage, token_ids: TokenIds, processed: ProcessedImage, field: str
-) -> None:
-    """Checks that the ids of an image equal the ids of the processor.
-
-    Raises:
-        InvalidFieldError: They are others.
-    """
-    wanted = processed.token_ids
-    if len(wanted) != image.length:
-        raise InvalidFieldError(
-            f"{field}.length",
-            f"is {image.length}; the model's processor makes {len(wanted)} ids of the image; "
-            "start the gateway and the engine from the same model_path",
-        )
-    if not np.array_equal(token_ids[image.offset : image.offset + image.length], wanted):
-        raise InvalidFieldError(
-            f"{field}.offset", "the ids there are not those that stand for an image"
-        )

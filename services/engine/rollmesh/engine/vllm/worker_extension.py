@@ -14,7 +14,7 @@ import io
 import pickle  # noqa: TID251 - a subclass that knows one class
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -53,14 +53,11 @@ def with_handles(update: Any) -> Any:
     handles = update.get("ipc_handles")
     if handles is None:
         return update
-    if isinstance(handles, list):
-        return {**update, "ipc_handles": [_by_gpu(one) for one in handles]}
-    return {**update, "ipc_handles": _by_gpu(handles)}
-
-
-def _by_gpu(handles: Any) -> dict[str, tuple[Any, ...]]:
-    _check(isinstance(handles, dict), "map the UUID of each GPU to a handle")
-    return {uuid: _arguments(handle) for uuid, handle in handles.items()}
+    taken: list[dict[str, tuple[Any, ...]]] = []
+    for one in handles if isinstance(handles, list) else [handles]:
+        _check(isinstance(one, dict), "map the UUID of each GPU to a handle")
+        taken.append({uuid: _arguments(handle) for uuid, handle in one.items()})
+    return {**update, "ipc_handles": taken if isinstance(handles, list) else taken[0]}
 
 
 def _arguments(handle: Any) -> tuple[Any, ...]:
@@ -128,12 +125,7 @@ class _UniqueIds(pickle.Unpickler):
 
 _EMBEDDINGS = {"embed_tokens", "lm_head", "logits_processor"}
 """Modules whose adapters have other matrices than those of a linear layer."""
-_HEADER_NAMES: Mapping[str, str] = {
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float64": "F64",
-}
+_HEADER_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 
 
 class WeightReceiver:
@@ -245,7 +237,12 @@ class WeightReceiver:
         names = Counter(name for info in infos for name in info.names)
         if twice := [name for name, count in names.items() if count > 1]:
             return f"{twice[0]} is announced twice; send it once"
-        return find_misfit(_announced(infos), self._own_headers())
+        announced = {
+            name: Header(_HEADER_NAMES.get(dtype) or dtype.upper(), tuple(shape))
+            for info in infos
+            for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True)
+        }
+        return find_misfit(announced, self._own_headers())
 
     def load_transfer(self, updates: list[Any]) -> str:
         """Loads the weights that the trainer sends now.
@@ -267,7 +264,11 @@ class WeightReceiver:
             except Exception as error:
                 if loads or not _loads_whole(self.weight_transfer_engine):
                     raise
-                _put_back(self.weight_transfer_engine)
+                from vllm.config import set_current_vllm_config
+
+                with set_current_vllm_config(self.weight_transfer_engine.vllm_config):
+                    # Layers that were not loaded get their weights back.
+                    self.weight_transfer_engine.finish_weight_update()
                 return f"{type(error).__name__}: {error}"
             worker.finish_weight_update()
         if self._is_tied:
@@ -281,7 +282,7 @@ class WeightReceiver:
         parallel = self.vllm_config.parallel_config
         return update[parallel.data_parallel_index * parallel.world_size + self.rank]
 
-    def _own_headers(self) -> "dict[str, Header]":
+    def _own_headers(self) -> dict[str, Header]:
         return read_headers(Path(self.vllm_config.model_config.model))
 
 
@@ -295,23 +296,6 @@ def _loads_whole(engine: Any) -> bool:
     return isinstance(
         engine, nccl_engine.NCCLWeightTransferEngine | ipc_engine.IPCWeightTransferEngine
     )
-
-
-def _put_back(engine: Any) -> None:
-    """Ends an update that loaded nothing: layers that were not loaded get their weights back."""
-    from vllm.config import set_current_vllm_config
-
-    with set_current_vllm_config(engine.vllm_config):
-        engine.finish_weight_update()
-
-
-def _announced(infos: Sequence[Any]) -> "dict[str, Header]":
-    """Returns the tensors that a transfer announces, by name."""
-    return {
-        name: Header(_HEADER_NAMES.get(dtype) or dtype.upper(), tuple(shape))
-        for info in infos
-        for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True)
-    }
 
 
 @contextmanager
