@@ -48,7 +48,10 @@ class Receiver:
         self.spans += decoded(request)
 
     async def of_session(self, session_id: str, *names: str) -> list[SentSpan]:
-        """The spans of all traces with a session in it, once there is one of each name."""
+        """The spans of all traces with a session in it, once they have these names.
+
+        A name that is given twice is awaited twice.
+        """
 
         def look() -> list[SentSpan]:
             traces = {
@@ -57,7 +60,7 @@ class Receiver:
                 if one.attributes.get("gen_ai.conversation.id") == session_id
             }
             found = [one for one in list(self.spans) if one.trace_id in traces]
-            return found if set(names) <= {one.name for one in found} else []
+            return found if Counter(names) <= Counter(one.name for one in found) else []
 
         return await until(look)
 

@@ -284,7 +284,8 @@ async def test_the_trace_of_a_turn_whose_engine_dies_shows_the_migration(
                     flags = {**mesh.flags("engine"), "port": 0, "engine_id": "lives"}
                     flags["script"] = tmp_path / "script.json"
                     await mesh.run("engine", "lives", **flags, traces_endpoint=receiver.url)
-                spans = await receiver.of_session(session.session_id, "chat policy", "generate")
+                names = ("chat policy", "generate", "lease", "lease")
+                spans = await receiver.of_session(session.session_id, *names)
     chat = named(spans, "chat policy")
     assert chat.attributes["rollmesh.migrations"] == 1
     assert chat.attributes["rollmesh.engine.ids"] == ["dies", "lives"]

@@ -32,7 +32,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.rpc import Context, Port, ServerConfig, tunnel_address
 from rollmesh.sidecar.app import protocol_of
 from rollmesh.sidecar.config import HttpConfig
-from rollmesh.sidecar.errors import Headers, StoppingError, typed
+from rollmesh.sidecar.errors import StoppingError, typed
 from rollmesh.sidecar.http import HttpServer, bound, http_served
 from rollmesh.v1 import server_pb2
 
@@ -66,15 +66,15 @@ class _Place:
     timer: asyncio.TimerHandle | None = None
     """Ends it, unless another call resumes it."""
 
-    @property
-    def is_up(self) -> bool:
-        """Whether a call carries its connections, or is about to."""
-        return self.tunnel.calling.locked()
-
     def resumable(self) -> None:
         """Waits for a call, for a while."""
         loop = asyncio.get_running_loop()
         self.timer = loop.call_later(RESUME_S, self.is_over.set)
+
+    def end(self, error: RollmeshError) -> None:
+        """Ends the call that carries its connections, or is about to."""
+        if self.tunnel.calling.locked():
+            self.tunnel.end(error)
 
 
 class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
@@ -138,7 +138,7 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
         tunnel_address(first.caller_id)  # checks it
         place = self._places.get(first.caller_id)
         if place is not None:
-            self._end(place, SupersededError("the sidecar has dialled again; use the later call"))
+            place.end(SupersededError("the sidecar has dialled again; use the later call"))
         held = list(first.held)
         if place is None or first.tunnel != place.tunnel.name or place.is_over.is_set():
             held = []  # the caller forgets them: an end of one would open it
@@ -174,12 +174,8 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
 
     def _end_all(self) -> None:
         for place in self._places.values():
-            self._end(place, ShuttingDownError("the relay is shutting down; dial again"))
+            place.end(ShuttingDownError("the relay is shutting down; dial again"))
             place.is_over.set()
-
-    def _end(self, place: _Place, error: RollmeshError) -> None:
-        if place.is_up:
-            place.tunnel.end(error)
 
     async def _opened(self) -> tuple[Tunnel, Connection]:
         """Opens a connection to the sidecar that has the fewest. Waits for one.
@@ -191,7 +187,10 @@ class RelayService(tunnels_pb2_grpc.TunnelServiceServicer):
         """
         try:
             async with asyncio.timeout(self._config.sidecar_wait_ms / 1000):
-                while not (up := [one.tunnel for one in self._places.values() if one.is_up]):
+                while True:
+                    tunnels = [one.tunnel for one in self._places.values()]
+                    if up := [one for one in tunnels if one.calling.locked()]:
+                        break
                     if self._is_stopping:
                         raise StoppingError(_STOPPING, retry_delay_ms=_RETRY_MS)
                     self._changed.clear()
@@ -283,9 +282,16 @@ async def _forward(connection: Connection, scope: Scope, receive: Receive, send:
 
     async def ask() -> None:
         """Sends the request, and then waits until the client leaves."""
-        is_chunked = _is_chunked(scope["headers"])
+        path, query = scope["raw_path"], scope["query_string"]
+        target = path + (b"?" + query if query else b"")
+        lines = [scope["method"].encode() + b" " + target + b" HTTP/1.1", b"connection: close"]
+        lines += [b"%s: %s" % one for one in scope["headers"] if one[0] not in _HOP]
+        names = {name for name, _ in scope["headers"]}
+        is_chunked = b"transfer-encoding" in names and b"content-length" not in names
+        if is_chunked:
+            lines.append(b"transfer-encoding: chunked")
         try:
-            await connection.send(_head(scope))
+            await connection.send(b"\r\n".join([*lines, b"", b""]))
             while (message := await receive())["type"] == "http.request":
                 body: bytes = message.get("body", b"")
                 if is_chunked and body:
@@ -312,18 +318,3 @@ async def _forward(connection: Connection, scope: Scope, receive: Receive, send:
         await asyncio.wait([replying, asking], return_when=asyncio.FIRST_COMPLETED)
         asking.cancel()
         replying.cancel()
-
-
-def _is_chunked(headers: Headers) -> bool:
-    names = {name for name, _ in headers}
-    return b"transfer-encoding" in names and b"content-length" not in names
-
-
-def _head(scope: Scope) -> bytes:
-    path, query = scope["raw_path"], scope["query_string"]
-    target = path + (b"?" + query if query else b"")
-    lines = [scope["method"].encode() + b" " + target + b" HTTP/1.1", b"connection: close"]
-    lines += [b"%s: %s" % one for one in scope["headers"] if one[0] not in _HOP]
-    if _is_chunked(scope["headers"]):
-        lines.append(b"transfer-encoding: chunked")
-    return b"\r\n".join([*lines, b"", b""])

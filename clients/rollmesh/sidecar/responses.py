@@ -7,6 +7,7 @@ import re
 import struct
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field as field_of, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -96,7 +97,13 @@ def read(data: bytes, head: Head, *, counts: bool = False) -> "ResponseTurn":
             "truncation",
             "only disabled is served: nothing of a conversation is cut silently; send less of it",
         )
-    _check_metadata(values.get("metadata"))
+    metadata: Any = {} if values.get("metadata") is None else values["metadata"]
+    is_labels = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    if not is_labels:
+        raise InvalidFieldError("metadata", "is not an object of strings")
+    size = sum(len(key.encode()) + len(value.encode()) for key, value in metadata.items())
+    if size > _MAX_METADATA_BYTES:
+        raise InvalidFieldError("metadata", f"has {size} bytes; give at most {_MAX_METADATA_BYTES}")
     choice, tool_name = _tool_choice(values.get("tool_choice"), tool_names)
     instructions = string(values.get("instructions"), "instructions", "")
     request = gateway_pb2.ChatRequest(
@@ -141,19 +148,8 @@ def read(data: bytes, head: Head, *, counts: bool = False) -> "ResponseTurn":
         settings=settings,
         seal_key=head.session_key if _ENCRYPTED_REASONING in include else "",
     )
-    turn.edges = body.edges_of(values.get("metadata"))
+    turn.edges = body.edges_of(metadata)
     return turn
-
-
-def _check_metadata(metadata: Any) -> None:
-    if metadata is None:
-        return
-    is_labels = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
-    if not is_labels:
-        raise InvalidFieldError("metadata", "is not an object of strings")
-    size = sum(len(key.encode()) + len(value.encode()) for key, value in metadata.items())
-    if size > _MAX_METADATA_BYTES:
-        raise InvalidFieldError("metadata", f"has {size} bytes; give at most {_MAX_METADATA_BYTES}")
 
 
 def _settings(values: Mapping[str, Any]) -> bytes:
@@ -268,14 +264,6 @@ def _custom_parameters(form: Any, field: str) -> dict[str, Any]:
     }
 
 
-def _is_custom(parameters: Any) -> bool:
-    """Returns whether a function with these parameters stands for a custom tool."""
-    try:
-        return bool(parameters["properties"][_INPUT]["description"].startswith(_INPUT_DESCRIPTION))
-    except (TypeError, KeyError, AttributeError):
-        return False
-
-
 def earlier_tools(printed_json: str) -> tuple[Mapping[str, ToolName], list[dict[str, Any]]]:
     """Returns the names of an earlier request's tools, and the tools as its body may have been.
 
@@ -284,8 +272,10 @@ def earlier_tools(printed_json: str) -> tuple[Mapping[str, ToolName], list[dict[
     names: dict[str, ToolName] = {}
     given: list[dict[str, Any]] = []
     for tool in orjson.loads(printed_json) if printed_json else ():
-        shown = tool["function"]
-        if _is_custom(shown.get("parameters")):
+        shown, said = tool["function"], None
+        with suppress(TypeError, KeyError):
+            said = shown["parameters"]["properties"][_INPUT]["description"]
+        if isinstance(said, str) and said.startswith(_INPUT_DESCRIPTION):
             names[shown["name"]] = ToolName(shown["name"], is_custom=True)
             kept = {key: shown[key] for key in ("name", "description") if key in shown}
             given.append({"type": "custom", **kept})
@@ -419,17 +409,52 @@ class _Input:
             kind = "item_reference"
         match kind:
             case "message":
-                self._message(item, field, answer)
+                name = item.get("role")
+                role = body.ROLES.get(name) if isinstance(name, str) else None
+                if role is None:
+                    raise InvalidFieldError(f"{field}.role", f"{excerpt(name)} is not a role")
+                is_answer = role == chat_pb2.ROLE_ASSISTANT
+                parts = _content(item.get("content"), f"{field}.content", images=not is_answer)
+                if is_answer:  # one text a message, unless the ids say that they are of one answer
+                    is_new = self._turn is not None and bool(self._turn.content)
+                    self._joined(answer, is_new=is_new).content.extend(parts)
+                else:
+                    self._other(role, parts)
             case "reasoning":
-                self._reasoning(item, field, answer)
+                parts = _content(item.get("content"), f"{field}.content", images=False)
+                parts = parts or _content(item.get("summary"), f"{field}.summary", images=False)
+                text = parts[0].text if parts else ""
+                if item.get("encrypted_content") is not None:
+                    sealed = string(item["encrypted_content"], f"{field}.encrypted_content")
+                    answer = sealed_answer(self._session_key, sealed, text) or answer
+                turn = self._joined(answer, is_new=True)
+                if text:
+                    turn.reasoning_content += text
             case "function_call" | "custom_tool_call":
-                self._call(item, field, answer, is_raw=form == _RAW_CUSTOM_CALL)
+                name = string(item.get("name"), f"{field}.name")
+                namespace = string(item.get("namespace") or "", f"{field}.namespace")
+                member = "arguments" if kind == "function_call" else "input"
+                arguments = string(item.get(member) or "", f"{field}.{member}")
+                if member == "input" and form != _RAW_CUSTOM_CALL:
+                    arguments = orjson.dumps({_INPUT: arguments}).decode()
+                self._joined(answer).tool_calls.add(
+                    id=string(item.get("call_id"), f"{field}.call_id"),
+                    name=_shown_name(name, namespace),
+                    arguments_json=arguments,
+                )
             case "function_call_output" | "custom_tool_call_output":
                 parts = _content(item.get("output"), f"{field}.output")
                 call_id = string(item.get("call_id"), f"{field}.call_id")
                 self._other(chat_pb2.ROLE_TOOL, parts, call_id)
-            case "item_reference":
-                self._refer(item, field, answer)
+            case "item_reference":  # the answer's further items are in there too
+                if not answer:
+                    raise InvalidFieldError(
+                        f"{field}.id",
+                        f"{excerpt(item.get('id'))} is no item of an answer of this server",
+                    )
+                if self._turn is None or self._answer != answer:
+                    self.references[len(self.messages)] = f"{field}.id", answer
+                    self._begin(answer)
             case "agent_message":  # from another agent of Codex
                 self._other(chat_pb2.ROLE_USER, _content(item.get("content"), f"{field}.content"))
             case "additional_tools":  # Codex gives its tools so, before everything else
@@ -440,54 +465,6 @@ class _Input:
                     f"{excerpt(kind)} is not served; send messages, reasoning, function calls, "
                     "custom tool calls and their outputs",
                 )
-
-    def _message(self, item: dict[str, Any], field: str, answer: str) -> None:
-        name = item.get("role")
-        role = body.ROLES.get(name) if isinstance(name, str) else None
-        if role is None:
-            raise InvalidFieldError(f"{field}.role", f"{excerpt(name)} is not a role")
-        is_answer = role == chat_pb2.ROLE_ASSISTANT
-        parts = _content(item.get("content"), f"{field}.content", images=not is_answer)
-        if not is_answer:
-            self._other(role, parts)
-            return
-        # One text a message, unless the ids say that they are of one answer.
-        is_new = self._turn is not None and bool(self._turn.content)
-        self._joined(answer, is_new=is_new).content.extend(parts)
-
-    def _reasoning(self, item: dict[str, Any], field: str, answer: str) -> None:
-        parts = _content(item.get("content"), f"{field}.content", images=False)
-        parts = parts or _content(item.get("summary"), f"{field}.summary", images=False)
-        text = parts[0].text if parts else ""
-        if item.get("encrypted_content") is not None:
-            sealed = string(item["encrypted_content"], f"{field}.encrypted_content")
-            answer = sealed_answer(self._session_key, sealed, text) or answer
-        turn = self._joined(answer, is_new=True)
-        if text:
-            turn.reasoning_content += text
-
-    def _call(self, item: dict[str, Any], field: str, answer: str, *, is_raw: bool) -> None:
-        name = string(item.get("name"), f"{field}.name")
-        namespace = string(item.get("namespace") or "", f"{field}.namespace")
-        member = "arguments" if item["type"] == "function_call" else "input"
-        arguments = string(item.get(member) or "", f"{field}.{member}")
-        if member == "input" and not is_raw:
-            arguments = orjson.dumps({_INPUT: arguments}).decode()
-        self._joined(answer).tool_calls.add(
-            id=string(item.get("call_id"), f"{field}.call_id"),
-            name=_shown_name(name, namespace),
-            arguments_json=arguments,
-        )
-
-    def _refer(self, item: dict[str, Any], field: str, answer: str) -> None:
-        """Adds the answer to which an item refers. Its further items are in there too."""
-        if not answer:
-            raise InvalidFieldError(
-                f"{field}.id", f"{excerpt(item.get('id'))} is no item of an answer of this server"
-            )
-        if self._turn is None or self._answer != answer:
-            self.references[len(self.messages)] = f"{field}.id", answer
-            self._begin(answer)
 
     def _joined(self, answer: str, *, is_new: bool = False) -> chat_pb2.ChatMessage:
         """Returns the assistant's message that an item of an answer belongs to.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from rollmesh.runtime.alarms import STEP_RULES, Rule
+from rollmesh.runtime.alarms import STEP_RULES, Rule, rule
 from rollmesh.runtime.words import REASONS
 from rollmesh.v1 import collector_pb2 as pb, gateway_pb2, router_pb2
 
@@ -106,17 +106,23 @@ _FREE_SHARE, _FREE_BYTES = 0.05, 10 * 1024**3
 _MOST_NAMED = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshRule(Rule):
-    """An alarm of the mesh."""
-
-    look: Callable[[History, AlarmLimits], Iterator[tuple[str, str]]]
-    """Yields whom the alarm is about, and the observation."""
+MESH_RULES: list[Rule] = []
+"""The alarms of the mesh. Each yields whom it is about, and the observation. A name stays, because
+boards and rules of others have it."""
+_INCREASE = "sum by (instance) (increase({}[10m]))"
+_TURNS_OF = _INCREASE.format('rollmesh_gateway_turns_total{end=~"stop|length"}')
 
 
 # Rules of the mesh: its servers and their weights.
 
 
+@rule(
+    MESH_RULES,
+    when="a server does not answer two times in a row",
+    remedy="See its log, and restart it. If this machine cannot reach it, run the command "
+    "where the mesh is",
+    prometheus='up{job=~"rollmesh.*"} == 0',
+)
 def _server_silent(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     before = {one.name for one in history[-2].servers if one.silent} if history[1:] else set()
     for one in history[-1].servers:
@@ -124,6 +130,13 @@ def _server_silent(history: History, limits: AlarmLimits) -> Iterator[tuple[str,
             yield one.name, f"the {one.kind} does not answer: {one.silent}"
 
 
+@rule(
+    MESH_RULES,
+    when="an engine gave impossible answers, does not fit its gateways, or loses turns",
+    remedy="Restart it, and give it the model and the tokenizer of its gateways",
+    prometheus="rollmesh_router_open_circuits > 0 or "
+    "increase(rollmesh_router_engine_faults_total[10m]) > 0",
+)
 def _engine_left_out(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     wrong = (
         router_pb2.EXCLUSION_REASON_FAULT,
@@ -136,6 +149,15 @@ def _engine_left_out(history: History, limits: AlarmLimits) -> Iterator[tuple[st
             yield one.hello.replica_id, f"the engine gets no leases: {why}"
 
 
+@rule(
+    MESH_RULES,
+    when="an engine does not take the weights of the last push for longer than `--patience`",
+    remedy="See the log of the engine: it may lack memory or disk for them. Weights that came "
+    "over a transfer backend need another push",
+    prometheus="min(rollmesh_engine_policy_version) < "
+    "max(rollmesh_router_target_policy_version) and "
+    "count(count by (model) (rollmesh_router_target_policy_version)) == 1",
+)
 def _engine_behind(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     targets = [
         {one.model: one.target_policy_version for one in look.members.models}
@@ -153,6 +175,15 @@ def _fenced(look: Observation) -> set[str]:
     return {one.hello.replica_id for one in look.engines() if one.fenced}
 
 
+@rule(
+    MESH_RULES,
+    when="a generation gets less than half the tokens per second of those at other engines",
+    remedy="See whether another process uses its accelerator, its clocks and its settings",
+    prometheus='rate(rollmesh_engine_tokens_total{kind="sampled"}[10m]) / ignoring (kind) '
+    "rate(rollmesh_engine_generating_seconds_total[10m]) < on () group_left () quantile(0.5, "
+    'rate(rollmesh_engine_tokens_total{kind="sampled"}[10m]) / ignoring (kind) '
+    "rate(rollmesh_engine_generating_seconds_total[10m])) / 2",
+)
 def _engine_slow(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     tempos: dict[str, dict[str, float]] = {}
     models = {one.hello.replica_id: one.hello.model for one in history[-1].engines()}
@@ -172,6 +203,18 @@ def _engine_slow(history: History, limits: AlarmLimits) -> Iterator[tuple[str, s
                 )
 
 
+@rule(
+    MESH_RULES,
+    when="a quarter of the share of prompt tokens is cached that was before, without a push",
+    remedy="See whether agents change the beginning of their prompts, and whether the engines "
+    "have room for the sessions that are open",
+    prometheus=_INCREASE.format('rollmesh_gateway_tokens_total{kind="cached"}')
+    + " / "
+    + _INCREASE.format('rollmesh_gateway_tokens_total{kind="prompt"}')
+    + " < 0.25 * sum by (instance) (increase(rollmesh_gateway_tokens_total"
+    '{kind="cached"}[10m] offset 30m)) / sum by (instance) '
+    '(increase(rollmesh_gateway_tokens_total{kind="prompt"}[10m] offset 30m))',
+)
 def _cache_collapses(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     if len({_weights(look) for look in history}) > 1:  # a push empties the caches
         return
@@ -191,22 +234,49 @@ def _weights(look: Observation) -> frozenset[tuple[str, int]]:
     return frozenset(engines)
 
 
+@rule(
+    MESH_RULES,
+    when="the requests that wait for an engine only become more for longer than `--patience`",
+    remedy="Add engines, or open fewer sessions at once. See whether engines are paused",
+    prometheus="resets(rollmesh_router_queue_length[5m]) == 0 and "
+    "rollmesh_router_queue_length > rollmesh_router_queue_length offset 5m",
+)
 def _queue_grows(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     for name, before, now in _grows(history, limits, "router", _QUEUE):
         yield name, f"{now:.0f} requests wait for an engine, and {before:.0f} did before"
 
 
+@rule(
+    MESH_RULES,
+    when="the closed sessions of a gateway that wait for the collector only become more",
+    remedy="See whether the collector answers, and whether its store is full",
+    prometheus="resets(rollmesh_gateway_undelivered_sessions[5m]) == 0 and "
+    "rollmesh_gateway_undelivered_sessions > rollmesh_gateway_undelivered_sessions offset 5m",
+)
 def _outbox_grows(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     for name, before, now in _grows(history, limits, "gateway", _OUTBOX):
         yield name, f"{now:.0f} closed sessions wait for the collector, and {before:.0f} did before"
 
 
+@rule(
+    MESH_RULES,
+    when="a gateway has sessions that were set aside",
+    remedy="`rollmesh gateway dead-letters list` says why. Then retry or drop them",
+    prometheus="rollmesh_gateway_dead_letters > 0",
+)
 def _dead_letters(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     for one in history[-1].of("gateway"):
         if count := one.total(_DEAD_LETTERS):
             yield one.name, f"{count:.0f} sessions are set aside and reach no trainer"
 
 
+@rule(
+    MESH_RULES,
+    when="less than 5 % and less than 10 GiB of a service's disk are free",
+    remedy="Free some, or let the collector retain less",
+    prometheus=f"rollmesh_disk_free_bytes < {_FREE_BYTES} and rollmesh_disk_free_bytes < "
+    f"{_FREE_SHARE} * rollmesh_disk_total_bytes and rollmesh_disk_total_bytes > 0",
+)
 def _disk_low(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     for one in history[-1].servers:
         total, free = one.total(_DISK_TOTAL), one.total(_DISK_FREE)
@@ -214,6 +284,12 @@ def _disk_low(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]
             yield one.name, f"the disk of the {one.kind} has {free / 1024**2:,.0f} MiB free"
 
 
+@rule(
+    MESH_RULES,
+    when="a server's clock differs from the others' by more than 2 s",
+    remedy="Synchronise the clocks of the hosts by NTP: deadlines and times of sessions "
+    "depend on them",
+)
 def _clocks_apart(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     known = [one for one in history[-1].servers if not one.silent and math.isfinite(one.doubt_ms)]
     middle = median([0.0, *(one.ahead_ms for one in known)])
@@ -227,6 +303,11 @@ def _clocks_apart(history: History, limits: AlarmLimits) -> Iterator[tuple[str, 
 # Rules of the mesh: its agents and trainers.
 
 
+@rule(
+    MESH_RULES,
+    when="the agent of an open session asks for nothing for longer than `--session-idle`",
+    remedy="See whether its agent still runs. `rollmesh gateway sessions end` ends it",
+)
 def _session_stalls(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     idle = [
         one
@@ -243,6 +324,13 @@ def _session_stalls(history: History, limits: AlarmLimits) -> Iterator[tuple[str
         )
 
 
+@rule(
+    MESH_RULES,
+    when="units wait for a consumer that has no stream for longer than `--patience`",
+    remedy="Start its trainer, or delete the consumer: it keeps its sessions on the disk",
+    prometheus="rollmesh_collector_ready > 0 and on (instance, consumer) "
+    "increase(rollmesh_collector_acknowledged_total[30m]) == 0",
+)
 def _consumer_unread(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     acknowledged: dict[str, set[int]] = {}
     for look in history:
@@ -267,18 +355,44 @@ def _unread(look: Observation) -> dict[str, int]:
     }
 
 
+@rule(
+    MESH_RULES,
+    when="nine of ten answers end by their length",
+    remedy="Raise max_tokens or the context, and see whether the model ends its turns with "
+    "the token that the template has",
+    prometheus=_INCREASE.format('rollmesh_gateway_turns_total{end="length"}')
+    + f" >= 0.9 * {_TURNS_OF} and {_TURNS_OF} >= {_LEAST_TURNS}",
+)
 def _always_by_length(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     for name, length, turns in _recent(history, _BY_LENGTH):
         if length >= 0.9 * turns:
             yield name, f"{length:.0f} of {turns:.0f} answers end by their length"
 
 
+@rule(
+    MESH_RULES,
+    when="a fifth of the turns have `TEMPLATE_REWRITE`",
+    remedy="The chat template prints earlier messages differently later: use one that keeps "
+    "earlier messages, or the gateway's setting history=rewrite",
+    prometheus=_INCREASE.format(
+        'rollmesh_gateway_fidelity_reasons_total{reason="template_rewrite"}'
+    )
+    + f" >= 0.2 * {_TURNS_OF} and {_TURNS_OF} >= {_LEAST_TURNS}",
+)
 def _history_rewritten(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     for name, rewritten, turns in _recent(history, _REWRITTEN):
         if rewritten >= 0.2 * turns:
             yield name, f"{rewritten:.0f} of {turns:.0f} turns have {_told('TEMPLATE_REWRITE')}"
 
 
+@rule(
+    MESH_RULES,
+    when="a fifth of the turns have `LENIENT_ECHO`",
+    remedy="Let the agent send back messages as they came: it does not see the text that is "
+    "trained",
+    prometheus=_INCREASE.format('rollmesh_gateway_fidelity_reasons_total{reason="lenient_echo"}')
+    + f" >= 0.2 * {_TURNS_OF} and {_TURNS_OF} >= {_LEAST_TURNS}",
+)
 def _echo_drifts(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     for name, lenient, turns in _recent(history, _LENIENT):
         if lenient >= 0.2 * turns:
@@ -289,6 +403,13 @@ def _told(reason: str) -> str:
     return f"{reason}: {REASONS[reason].removesuffix('.')}"
 
 
+@rule(
+    MESH_RULES,
+    when="an engine samples tokens whose log-probability is no number",
+    remedy="Its arithmetic fails. Push the weights again or restart the engine, and see "
+    "whether the weights are finite",
+    prometheus="sum by (engine) (increase(rollmesh_gateway_not_finite_logprobs_total[10m])) > 0",
+)
 def _logprobs_not_finite(history: History, limits: AlarmLimits) -> Iterator[tuple[str, str]]:
     is_watched = _tail(history, limits) is not None
     for one in history[-1].of("gateway"):
@@ -406,154 +527,6 @@ def _grows(
             yield one.name, values[0], values[-1]
 
 
-# The table.
-
-_INCREASE = "sum by (instance) (increase({}[10m]))"
-_TURNS_OF = _INCREASE.format('rollmesh_gateway_turns_total{end=~"stop|length"}')
-MESH_RULES = (
-    MeshRule(
-        name="server_silent",
-        look=_server_silent,
-        when="a server does not answer two times in a row",
-        remedy="See its log, and restart it. If this machine cannot reach it, run the command "
-        "where the mesh is",
-        prometheus='up{job=~"rollmesh.*"} == 0',
-    ),
-    MeshRule(
-        name="engine_left_out",
-        look=_engine_left_out,
-        when="an engine gave impossible answers, does not fit its gateways, or loses turns",
-        remedy="Restart it, and give it the model and the tokenizer of its gateways",
-        prometheus="rollmesh_router_open_circuits > 0 or "
-        "increase(rollmesh_router_engine_faults_total[10m]) > 0",
-    ),
-    MeshRule(
-        name="engine_behind",
-        look=_engine_behind,
-        when="an engine does not take the weights of the last push for longer than `--patience`",
-        remedy="See the log of the engine: it may lack memory or disk for them. Weights that came "
-        "over a transfer backend need another push",
-        prometheus="min(rollmesh_engine_policy_version) < "
-        "max(rollmesh_router_target_policy_version) and "
-        "count(count by (model) (rollmesh_router_target_policy_version)) == 1",
-    ),
-    MeshRule(
-        name="engine_slow",
-        look=_engine_slow,
-        when="a generation gets less than half the tokens per second of those at other engines",
-        remedy="See whether another process uses its accelerator, its clocks and its settings",
-        prometheus='rate(rollmesh_engine_tokens_total{kind="sampled"}[10m]) / ignoring (kind) '
-        "rate(rollmesh_engine_generating_seconds_total[10m]) < on () group_left () quantile(0.5, "
-        'rate(rollmesh_engine_tokens_total{kind="sampled"}[10m]) / ignoring (kind) '
-        "rate(rollmesh_engine_generating_seconds_total[10m])) / 2",
-    ),
-    MeshRule(
-        name="cache_collapses",
-        look=_cache_collapses,
-        when="a quarter of the share of prompt tokens is cached that was before, without a push",
-        remedy="See whether agents change the beginning of their prompts, and whether the engines "
-        "have room for the sessions that are open",
-        prometheus=_INCREASE.format('rollmesh_gateway_tokens_total{kind="cached"}')
-        + " / "
-        + _INCREASE.format('rollmesh_gateway_tokens_total{kind="prompt"}')
-        + " < 0.25 * sum by (instance) (increase(rollmesh_gateway_tokens_total"
-        '{kind="cached"}[10m] offset 30m)) / sum by (instance) '
-        '(increase(rollmesh_gateway_tokens_total{kind="prompt"}[10m] offset 30m))',
-    ),
-    MeshRule(
-        name="queue_grows",
-        look=_queue_grows,
-        when="the requests that wait for an engine only become more for longer than `--patience`",
-        remedy="Add engines, or open fewer sessions at once. See whether engines are paused",
-        prometheus="resets(rollmesh_router_queue_length[5m]) == 0 and "
-        "rollmesh_router_queue_length > rollmesh_router_queue_length offset 5m",
-    ),
-    MeshRule(
-        name="outbox_grows",
-        look=_outbox_grows,
-        when="the closed sessions of a gateway that wait for the collector only become more",
-        remedy="See whether the collector answers, and whether its store is full",
-        prometheus="resets(rollmesh_gateway_undelivered_sessions[5m]) == 0 and "
-        "rollmesh_gateway_undelivered_sessions > rollmesh_gateway_undelivered_sessions offset 5m",
-    ),
-    MeshRule(
-        name="dead_letters",
-        look=_dead_letters,
-        when="a gateway has sessions that were set aside",
-        remedy="`rollmesh gateway dead-letters list` says why. Then retry or drop them",
-        prometheus="rollmesh_gateway_dead_letters > 0",
-    ),
-    MeshRule(
-        name="disk_low",
-        look=_disk_low,
-        when="less than 5 % and less than 10 GiB of a service's disk are free",
-        remedy="Free some, or let the collector retain less",
-        prometheus=f"rollmesh_disk_free_bytes < {_FREE_BYTES} and rollmesh_disk_free_bytes < "
-        f"{_FREE_SHARE} * rollmesh_disk_total_bytes and rollmesh_disk_total_bytes > 0",
-    ),
-    MeshRule(
-        name="clocks_apart",
-        look=_clocks_apart,
-        when="a server's clock differs from the others' by more than 2 s",
-        remedy="Synchronise the clocks of the hosts by NTP: deadlines and times of sessions "
-        "depend on them",
-    ),
-    MeshRule(
-        name="session_stalls",
-        look=_session_stalls,
-        when="the agent of an open session asks for nothing for longer than `--session-idle`",
-        remedy="See whether its agent still runs. `rollmesh gateway sessions end` ends it",
-    ),
-    MeshRule(
-        name="consumer_unread",
-        look=_consumer_unread,
-        when="units wait for a consumer that has no stream for longer than `--patience`",
-        remedy="Start its trainer, or delete the consumer: it keeps its sessions on the disk",
-        prometheus="rollmesh_collector_ready > 0 and on (instance, consumer) "
-        "increase(rollmesh_collector_acknowledged_total[30m]) == 0",
-    ),
-    MeshRule(
-        name="always_by_length",
-        look=_always_by_length,
-        when="nine of ten answers end by their length",
-        remedy="Raise max_tokens or the context, and see whether the model ends its turns with "
-        "the token that the template has",
-        prometheus=_INCREASE.format('rollmesh_gateway_turns_total{end="length"}')
-        + f" >= 0.9 * {_TURNS_OF} and {_TURNS_OF} >= {_LEAST_TURNS}",
-    ),
-    MeshRule(
-        name="history_rewritten",
-        look=_history_rewritten,
-        when="a fifth of the turns have `TEMPLATE_REWRITE`",
-        remedy="The chat template prints earlier messages differently later: use one that keeps "
-        "earlier messages, or the gateway's setting history=rewrite",
-        prometheus=_INCREASE.format(
-            'rollmesh_gateway_fidelity_reasons_total{reason="template_rewrite"}'
-        )
-        + f" >= 0.2 * {_TURNS_OF} and {_TURNS_OF} >= {_LEAST_TURNS}",
-    ),
-    MeshRule(
-        name="echo_drifts",
-        look=_echo_drifts,
-        when="a fifth of the turns have `LENIENT_ECHO`",
-        remedy="Let the agent send back messages as they came: it does not see the text that is "
-        "trained",
-        prometheus=_INCREASE.format(
-            'rollmesh_gateway_fidelity_reasons_total{reason="lenient_echo"}'
-        )
-        + f" >= 0.2 * {_TURNS_OF} and {_TURNS_OF} >= {_LEAST_TURNS}",
-    ),
-    MeshRule(
-        name="logprobs_not_finite",
-        look=_logprobs_not_finite,
-        when="an engine samples tokens whose log-probability is no number",
-        remedy="Its arithmetic fails. Push the weights again or restart the engine, and see "
-        "whether the weights are finite",
-        prometheus="sum by (engine) (increase(rollmesh_gateway_not_finite_logprobs_total[10m])) "
-        "> 0",
-    ),
-)
-"""A name stays, because boards and rules of others have it."""
 ALARM_RULES: tuple[Rule, ...] = (*STEP_RULES, *MESH_RULES)
 """All alarms."""
 
@@ -564,9 +537,9 @@ def raised(history: History, limits: AlarmLimits | None = None) -> list[Alarm]:
         return []
     limits = limits or AlarmLimits()
     found = [
-        Alarm(rule.name, where, f"{seen}. {rule.remedy}")
-        for rule in MESH_RULES
-        for where, seen in rule.look(history, limits)
+        Alarm(one.name, where, f"{seen}. {one.remedy}")
+        for one in MESH_RULES
+        for where, seen in one.look(history, limits)
     ]
     for store in history[-1].stores[:1]:
         for consumer in store.consumers:

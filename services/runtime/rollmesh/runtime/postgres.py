@@ -170,13 +170,10 @@ class Connection:
         self._connection: psycopg.Connection[Row] | None = None
         self._busy_since: float | None = None
         self._aborted = False
-        self._connecting = False
-        self._abandoned = False
-
-    @property
-    def left_behind(self) -> bool:
-        """Whether the connection is abandoned, and its thread still tries to open it."""
-        return self._abandoned and self._connecting
+        self.connecting = False
+        """Whether its thread tries to open it."""
+        self.abandoned = False
+        """Whether it is opened and used no more. Any thread may set it."""
 
     @contextmanager
     def transaction(self) -> Iterator[Statements]:
@@ -198,7 +195,11 @@ class Connection:
             committing = True
             self._execute("COMMIT")
         except BaseException as error:
-            self._end()
+            if self._connection is not None:
+                try:
+                    self._connection.execute("ROLLBACK")
+                except psycopg.Error:
+                    self.close()
             if isinstance(error, psycopg.Error):
                 typed = self._typed(error)
                 if committing and isinstance(typed, StoreAwayError):
@@ -221,10 +222,6 @@ class Connection:
         ):
             broken.shutdown(socket.SHUT_RDWR)
 
-    def abandon(self) -> None:
-        """Opens and uses no connection from now on. Any thread may call it."""
-        self._abandoned = True
-
     def close(self) -> None:
         """Closes the connection, if it is open."""
         connection, self._connection = self._connection, None
@@ -243,26 +240,16 @@ class Connection:
             else:
                 return self._connection
         self._aborted = False
-        self._connecting = True
+        self.connecting = True
         try:
             self._connection = self._connect()
         finally:
-            self._connecting = False
-        if self._abandoned:
+            self.connecting = False
+        if self.abandoned:
             self.close()
             raise StoreAwayError("the start was stopped", retry_delay_ms=RETRY_MS)
         self._execute(self._begin)
         return self._connection
-
-    def _end(self) -> None:
-        """Rolls back, and closes the connection if that fails."""
-        connection = self._connection
-        if connection is None:
-            return
-        try:
-            connection.execute("ROLLBACK")
-        except psycopg.Error:
-            self.close()
 
     def _connect(self) -> "psycopg.Connection[Row]":
         connection: psycopg.Connection[Row] = psycopg.connect(
@@ -358,10 +345,11 @@ class Lane(AbstractAsyncContextManager["Lane"]):
         await asyncio.to_thread(self._jobs.close)
         patience_s = self._patience_s
         if isinstance(exc, asyncio.CancelledError):
-            self._connection.abandon()
+            self._connection.abandoned = True
             patience_s = 0.0
-        while self._thread.is_alive() and not self._connection.left_behind:
-            self._connection.abort(patience_s)
+        connection = self._connection
+        while self._thread.is_alive() and not (connection.abandoned and connection.connecting):
+            connection.abort(patience_s)
             await asyncio.to_thread(self._thread.join, _LOOK_S)
 
     async def run(self, work: Work[_Result]) -> _Result:
@@ -409,8 +397,6 @@ class Lane(AbstractAsyncContextManager["Lane"]):
 # The tables of a store in PostgreSQL, and the settings that a server must have to keep them.
 
 _SETTINGS = {"fsync": "on", "server_encoding": "UTF8", "transaction_read_only": "off"}
-
-
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 2.0
 _PATIENCE_MS = 60_000
 

@@ -26,16 +26,18 @@ def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> async
         work: The coroutine to run.
     """
     outcome: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
-    outcome.add_done_callback(_seen)
 
     async def run() -> None:
         try:
             result = await work
         except Exception as error:  # for the caller, not for the group
-            if outcome.done():
-                _note_unseen(error)
-            else:
+            if not outcome.done():
                 outcome.set_exception(error)
+                outcome.exception()  # now asyncio reports none that nobody waits for
+            elif isinstance(error, RollmeshError):  # a line: clients that leave cause many
+                _log.info("detached work refused: %s", error.reason)
+            else:
+                _log.warning("detached work failed", exc_info=error)
         else:
             if not outcome.done():
                 outcome.set_result(result)
@@ -49,6 +51,7 @@ def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> async
                     retry_delay_ms=_RETRY_MS,
                 )
             )
+            outcome.exception()
 
     running = run()
     try:
@@ -57,14 +60,6 @@ def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> async
         running.close()
         ended(None)
     return outcome
-
-
-def _note_unseen(error: Exception) -> None:
-    """Logs an error whose caller has left. A refusal is a line: clients that leave cause many."""
-    if isinstance(error, RollmeshError):
-        _log.info("detached work refused: %s", error.reason)
-    else:
-        _log.warning("detached work failed", exc_info=error)
 
 
 async def first_of(waits: Sequence[Coroutine[Any, Any, _Result]]) -> _Result:
@@ -115,9 +110,3 @@ class Background(ABC):
     @abstractmethod
     async def _stay(self) -> None:
         """Does the work of the task."""
-
-
-def _seen(outcome: asyncio.Future[Any]) -> None:
-    """Retrieves an error, so that asyncio does not report it as never retrieved."""
-    if not outcome.cancelled():
-        outcome.exception()

@@ -22,13 +22,34 @@ _LOOK_MS = 1_000
 _MOST_BYTES = 1024 * 1024
 
 
-def read_file(setting: str, path: Path) -> bytes:
+def read_file(setting: str, path: Path, *, is_secret: bool = False) -> bytes:
     """Returns the content of a file.
 
     Raises:
         ConfigError: It cannot be read, or is larger than 1 MiB.
     """
-    return _read(setting, path, lambda _: None)
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            content = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{setting}: {path}: {error.strerror}") from error
+    own = os.geteuid()
+    if is_secret and found.st_uid not in {own, 0}:
+        raise ConfigError(
+            f"{setting}: {path} belongs to user {found.st_uid}; give it to user {own} or to root"
+        )
+    others = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
+    if found.st_uid == own:
+        others |= stat.S_IRGRP
+    if is_secret and found.st_mode & others:
+        raise ConfigError(
+            f"{setting}: {path} has mode {stat.S_IMODE(found.st_mode):04o}, so others may read or "
+            f"write it; run: chmod {'0600' if found.st_uid == own else '0640'} {path}"
+        )
+    if len(content) > _MOST_BYTES:
+        raise ConfigError(f"{setting}: {path} is larger than {_MOST_BYTES} bytes")
+    return content
 
 
 def read_secret(setting: str, path: Path) -> bytes:
@@ -41,35 +62,7 @@ def read_secret(setting: str, path: Path) -> bytes:
     Raises:
         ConfigError: It cannot be read, others may read it, or it is larger than 1 MiB.
     """
-    return _read(setting, path, lambda found: _check_mode(setting, path, found))
-
-
-def _read(setting: str, path: Path, check: Callable[[os.stat_result], None]) -> bytes:
-    try:
-        with path.open("rb") as file:
-            check(os.fstat(file.fileno()))
-            content = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{setting}: {path}: {error.strerror}") from error
-    if len(content) > _MOST_BYTES:
-        raise ConfigError(f"{setting}: {path} is larger than {_MOST_BYTES} bytes")
-    return content
-
-
-def _check_mode(setting: str, path: Path, found: os.stat_result) -> None:
-    own = os.geteuid()
-    if found.st_uid not in {own, 0}:
-        raise ConfigError(
-            f"{setting}: {path} belongs to user {found.st_uid}; give it to user {own} or to root"
-        )
-    others = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
-    if found.st_uid == own:
-        others |= stat.S_IRGRP
-    if found.st_mode & others:
-        raise ConfigError(
-            f"{setting}: {path} has mode {stat.S_IMODE(found.st_mode):04o}, so others may read or "
-            f"write it; run: chmod {'0600' if found.st_uid == own else '0640'} {path}"
-        )
+    return read_file(setting, path, is_secret=True)
 
 
 class Reloaded(Generic[_Value]):

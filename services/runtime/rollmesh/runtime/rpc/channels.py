@@ -11,7 +11,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Coroutine,
     Iterable,
     Iterator,
 )
@@ -201,10 +200,7 @@ def _problem(address: str) -> str:
         return "is not host:port"
     if not 1 <= int(form["port"]) <= _MOST_PORT:
         return "has no port from 1 to 65535"
-    return _host_problem(form["ipv6"] or form["name"], is_ipv6=form["ipv6"] is not None)
-
-
-def _host_problem(host: str, *, is_ipv6: bool) -> str:
+    host, is_ipv6 = form["ipv6"] or form["name"], form["ipv6"] is not None
     labels = host.removesuffix(".").split(".")
     if is_ipv6 or _NUMBER.fullmatch(labels[-1]):  # no top-level domain is a number
         try:
@@ -369,27 +365,22 @@ def _callable(
             ) from None
 
     made = make(method, request_serializer, read, **registered)
-    return made if token is None else partial(_call_with, token, made)
+    if token is None:
+        return made
 
+    def call(
+        *request: Any, metadata: Iterable[tuple[str, str | bytes]] | None = None, **more: Any
+    ) -> Any:
+        return made(*request, metadata=(*(metadata or ()), token.metadata()), **more)
 
-def _call_with(
-    token: PresentedToken,
-    made: Callable[..., Any],
-    *request: Any,
-    metadata: Iterable[tuple[str, str | bytes]] | None = None,
-    **call: Any,
-) -> Any:
-    """Makes a call with a token in its metadata."""
-    return made(*request, metadata=(*(metadata or ()), token.metadata()), **call)
+    return call
 
 
 def request_metadata() -> tuple[tuple[str, str], ...]:
     """Returns the metadata that carries this task's request id and trace to the next service."""
-    request_id = current_request_id()
+    request_id, traceparent = current_request_id(), tracing.carried()
     named = (("x-request-id", request_id),) if request_id else ()
-    if tracing.is_on() and (traceparent := tracing.carried()):
-        return (*named, (tracing.TRACEPARENT, traceparent))
-    return named
+    return (*named, (tracing.TRACEPARENT, traceparent)) if traceparent else named
 
 
 @contextlib.contextmanager
@@ -404,8 +395,20 @@ def typed_errors(call: Any = None) -> Iterator[None]:
             fails, and grpc replaces the peer's status by INTERNAL. The first status counts.
     """
     first: list[grpc.aio.AioRpcError] = []
+
+    def note(ended: Any) -> None:
+        """Keeps the status that the call has just ended with."""
+        found = list[Any]()
+        for coroutine in (ended.code(), ended.details(), ended.trailing_metadata()):
+            try:
+                coroutine.send(None)  # it has nothing to wait for
+            except StopIteration as result:
+                found.append(result.value)
+        code, details, trailing = found
+        first.append(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details))
+
     if isinstance(call, (grpc.aio.StreamStreamCall, grpc.aio.StreamUnaryCall)):
-        call.add_done_callback(lambda ended: first.append(_status_now(ended)))
+        call.add_done_callback(note)
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
     try:
@@ -422,21 +425,6 @@ def typed_errors(call: Any = None) -> Iterator[None]:
         return
     if task and task.cancelling() > before:
         raise asyncio.CancelledError
-
-
-def _status_now(call: Any) -> grpc.aio.AioRpcError:
-    """Returns the status that a call has just ended with."""
-    code, details, trailing = map(_result, (call.code(), call.details(), call.trailing_metadata()))
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details)
-
-
-def _result(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Returns the result of a coroutine that has nothing to wait for."""
-    try:
-        coroutine.send(None)
-    except StopIteration as ended:
-        return ended.value
-    raise AssertionError("the call has not ended")
 
 
 @contextlib.contextmanager
@@ -491,13 +479,7 @@ async def drained_on_refusal(requests: AsyncIterator[Any]) -> AsyncIterator[None
             async with asyncio.timeout(_DRAIN_S):
                 while True:
                     async with asyncio.timeout(_DRAIN_SILENCE_S):
-                        if not await _more(requests):
-                            break
+                        with contextlib.suppress(RollmeshError):  # a request that is refused too
+                            if await anext(requests, None) is None:
+                                break
         raise
-
-
-async def _more(requests: AsyncIterator[Any]) -> bool:
-    """Reads one more request of a stream and returns whether there was one, refused or not."""
-    with contextlib.suppress(RollmeshError):
-        return await anext(requests, None) is not None
-    return True

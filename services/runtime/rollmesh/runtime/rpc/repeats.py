@@ -68,15 +68,12 @@ class Repeats:
             call.answer.cancel()
             raise
         call.answer.set_result(result)
-        self._forget_oldest()
-        return result
-
-    def _forget_oldest(self) -> None:
         while len(self._calls) > self._remembered:
             answered = (key for key, call in self._calls.items() if call.answer.done())
             if (oldest := next(answered, None)) is None:
-                return
+                break
             del self._calls[oldest]
+        return result
 
 
 def digest_of(request: Message) -> bytes:

@@ -12,7 +12,7 @@ the grace period, flush and close the store, stop.
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -204,10 +204,7 @@ class _Health(health.aio.HealthServicer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ended = asyncio.Event()
-
-    def end_watches(self) -> None:
-        self._ended.set()
+        self.ended = asyncio.Event()
 
     async def List(self, _request: Any, context: Any) -> Any:
         """Is not served, as the health protocol allows. grpcio's own would be an internal error."""
@@ -215,18 +212,15 @@ class _Health(health.aio.HealthServicer):
 
     async def Watch(self, request: Any, context: Any) -> None:
         try:
-            await self._watch(request, context)
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(super().Watch(request, context))
+                ended = group.create_task(self.ended.wait())
+                await asyncio.wait((watching, ended), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((watching,), timeout=_LAST_WORD_S)
+                watching.cancel()
+                ended.cancel()
         except ExceptionGroup as errors:  # of the group's only task that may fail
             raise errors.exceptions[0] from None
-
-    async def _watch(self, request: Any, context: Any) -> None:
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(super().Watch(request, context))
-            ended = group.create_task(self._ended.wait())
-            await asyncio.wait((watching, ended), return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait((watching,), timeout=_LAST_WORD_S)
-            watching.cancel()
-            ended.cancel()
 
 
 async def serve(
@@ -255,12 +249,33 @@ async def serve(
         ("grpc.max_connection_idle_ms", config.idle_timeout_ms),
         ("grpc.max_allowed_incoming_connections", config.max_connections),
     ]
-    interceptor = _interceptor(service, config)
+    in_flight = BytesInFlight(config.max_bytes_in_flight)
+    watch_bytes(in_flight)
+    if folder := getattr(config, "data_dir", None):
+        watch_disk(Path(folder))
+    unread_s = config.unread_timeout_ms / 1000
+    interceptor = RpcInterceptor(in_flight, service.names, guard_of(config), unread_s)
     check_exposed(config, host, LOCK, locked=interceptor.guard is not None)
     credentials = credentials_of(config)
     server = grpc.aio.server(options=options, interceptors=[interceptor])
-    probe = await _registered(server, service, config)
-    port = _bound_port(server, f"{host}:{config.port}", credentials)
+    probe = _Health()
+    for name in ("", *service.names):
+        await probe.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(probe, server)
+    service.register(server)
+    server_pb2_grpc.add_ServerServiceServicer_to_server(ServerServicer(service), server)
+    if config.reflection:
+        names = (*service.names, NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+    place = f"{host}:{config.port}"
+    try:
+        port = (
+            server.add_secure_port(place, credentials)
+            if credentials
+            else server.add_insecure_port(place)
+        )
+    except RuntimeError as error:
+        raise PortInUseError(f"port: {place} is taken; give another") from error
     await server.start()
     address = config.advertise or f"{config.host}:{port}"
     try:
@@ -272,19 +287,31 @@ async def serve(
                     _log.info("stopped before it had started")
                     return None
                 interceptor.starting = ()
-                bound = Bound(port, bound_metrics_port)
-
-                async def begin() -> None:
-                    for name in ("", *service.names):
-                        await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
-                    announce(bound)
-
-                failure = await _until_over(service, stop, begin)
+                async with asyncio.TaskGroup() as group:
+                    stopped = group.create_task(stop.wait())
+                    failed = group.create_task(service.failed())
+                    ready = group.create_task(_readiness(service))
+                    tasks = (stopped, failed, ready)
+                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                    failure = ready.result() if ready.done() else None
+                    if ready.done() and not failure:
+                        for name in ("", *service.names):
+                            await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
+                        announce(Bound(port, bound_metrics_port))
+                        await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
+                    if failed.done():
+                        failure = failed.result()
+                    for task in tasks:
+                        task.cancel()
                 _log.info("stopping", extra=fields(failure=failure))
                 await probe.enter_graceful_shutdown()
                 until_ms = clock.monotonic_ms() + config.grace_ms
-                await _drain(service, config.grace_ms / 1000)
-                probe.end_watches()
+                try:
+                    async with asyncio.timeout(config.grace_ms / 1000):
+                        await service.drain()
+                except TimeoutError:
+                    _log.warning("drain timed out", extra=fields(after_s=config.grace_ms / 1000))
+                probe.ended.set()
                 left_ms = max(until_ms - clock.monotonic_ms(), 0)
                 await server.stop(min(left_ms / 1000, _LAST_ERRORS_S if failure else math.inf))
         return failure
@@ -311,74 +338,6 @@ async def _entered(
     except TimeoutError:
         return False
     return True
-
-
-async def _registered(server: grpc.aio.Server, service: Service, config: ServerConfig) -> _Health:
-    """Adds the service, its description and its health to a server, and returns the health."""
-    probe = _Health()
-    for name in ("", *service.names):
-        await probe.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(probe, server)
-    service.register(server)
-    server_pb2_grpc.add_ServerServiceServicer_to_server(ServerServicer(service), server)
-    if config.reflection:
-        names = (*service.names, NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-    return probe
-
-
-def _bound_port(
-    server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None
-) -> int:
-    try:
-        return (
-            server.add_secure_port(address, credentials)
-            if credentials
-            else server.add_insecure_port(address)
-        )
-    except RuntimeError as error:
-        raise PortInUseError(f"port: {address} is taken; give another") from error
-
-
-def _interceptor(service: Service, config: ServerConfig) -> RpcInterceptor:
-    in_flight = BytesInFlight(config.max_bytes_in_flight)
-    watch_bytes(in_flight)
-    if folder := getattr(config, "data_dir", None):
-        watch_disk(Path(folder))
-    return RpcInterceptor(
-        in_flight,
-        starting=service.names,
-        guard=guard_of(config),
-        unread_s=config.unread_timeout_ms / 1000,
-    )
-
-
-async def _drain(service: Service, grace_s: float) -> None:
-    try:
-        async with asyncio.timeout(grace_s):
-            await service.drain()
-    except TimeoutError:
-        _log.warning("drain timed out", extra=fields(after_s=grace_s))
-
-
-async def _until_over(
-    service: Service, stop: asyncio.Event, begin: Callable[[], Awaitable[None]]
-) -> str | None:
-    """Calls `begin` once a service is ready. Returns why it failed, or None after a stop."""
-    async with asyncio.TaskGroup() as group:
-        stopped = group.create_task(stop.wait())
-        failed = group.create_task(service.failed())
-        ready = group.create_task(_readiness(service))
-        await asyncio.wait((stopped, failed, ready), return_when=asyncio.FIRST_COMPLETED)
-        failure = ready.result() if ready.done() else None
-        if ready.done() and not failure:
-            await begin()
-            await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
-            failure = failed.result()
-        for task in (stopped, failed, ready):
-            task.cancel()
-    return failure
 
 
 async def _readiness(service: Service) -> str | None:

@@ -6,7 +6,6 @@ a retry delay is known.
 """
 
 import contextlib
-from collections.abc import Mapping
 from typing import TypeVar
 
 import grpc
@@ -46,7 +45,16 @@ def to_status(error: RollmeshError) -> status_pb2.Status:
         text = info.metadata[key] = cut_text(value, max(left, 0))
         left -= len(key) + len(text.encode())
     status.details.add().Pack(info)
-    status.details.add().Pack(_typed_details(error.reason, info.metadata))
+    details = errors_pb2.ErrorDetails(
+        reason=reason_of(error.reason),
+        field=info.metadata.get("field", ""),
+        session_id=info.metadata.get("session_id", ""),
+        trajectory_id=info.metadata.get("trajectory_id", ""),
+    )
+    for name in ("node_id", "policy_version"):
+        with contextlib.suppress(KeyError, ValueError):
+            setattr(details, name, int(info.metadata[name]))
+    status.details.add().Pack(details)
     if error.retry_delay_ms is not None:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(error.retry_delay_ms)
@@ -58,19 +66,6 @@ def reason_of(name: str) -> errors_pb2.ErrorReason.ValueType:
     """Returns the number of a reason, or UNSPECIFIED if the contract does not define it."""
     value = errors_pb2.ErrorReason.DESCRIPTOR.values_by_name.get(f"{_PREFIX}{name}")
     return errors_pb2.ErrorReason.ValueType(value.number if value is not None else 0)
-
-
-def _typed_details(reason: str, metadata: Mapping[str, str]) -> errors_pb2.ErrorDetails:
-    details = errors_pb2.ErrorDetails(
-        reason=reason_of(reason),
-        field=metadata.get("field", ""),
-        session_id=metadata.get("session_id", ""),
-        trajectory_id=metadata.get("trajectory_id", ""),
-    )
-    for name in ("node_id", "policy_version"):
-        with contextlib.suppress(KeyError, ValueError):
-            setattr(details, name, int(metadata[name]))
-    return details
 
 
 _Detail = TypeVar("_Detail", error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo)
@@ -97,7 +92,12 @@ def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
     if not isinstance(error, (grpc.aio.AioRpcError, grpc.Call)):
         return RemoteError(str(error), "UNKNOWN")
     code = (error.code() or grpc.StatusCode.UNKNOWN).name
-    status = _status_of(error)
+    status = None
+    with contextlib.suppress(protobuf_message.DecodeError):
+        for key, value in error.trailing_metadata() or ():
+            if key == _DETAILS_KEY and isinstance(value, bytes):
+                status = status_pb2.Status.FromString(value)
+                break
     if status is None:
         details = error.details() or ""
         if code in _LOST and details.startswith(_LOST[code]):
@@ -134,13 +134,3 @@ def from_status(status: status_pb2.Status, code: str = "") -> RollmeshError:
     if isinstance(result, RemoteError):
         result.code = code
     return result
-
-
-def _status_of(error: grpc.aio.AioRpcError | grpc.Call) -> status_pb2.Status | None:
-    for key, value in error.trailing_metadata() or ():
-        if key == _DETAILS_KEY and isinstance(value, bytes):
-            try:
-                return status_pb2.Status.FromString(value)
-            except protobuf_message.DecodeError:
-                return None
-    return None

@@ -162,7 +162,16 @@ async def write_chunks(
     """
     written = 0
     until_ms = clock.monotonic_ms() + 2 * silence_ms + size // _LEAST_BYTES_PER_MS
-    while (chunk := await _next(chunks, silence_ms, limit)) is not None:
+    while True:
+        try:
+            async with asyncio.timeout(silence_ms / 1000):
+                chunk = await anext(chunks, None)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"no chunk arrived for {silence_ms} ms, {limit}; send the weights again"
+            ) from error
+        if chunk is None:
+            break
         written += len(chunk)
         if written > size:
             break
@@ -179,13 +188,3 @@ async def write_chunks(
         raise InvalidWeightsError(
             "safetensors_chunk", f"received {received} bytes, but {size} were announced"
         )
-
-
-async def _next(chunks: AsyncIterator[bytes], silence_ms: int, limit: str) -> bytes | None:
-    try:
-        async with asyncio.timeout(silence_ms / 1000):
-            return await anext(chunks, None)
-    except TimeoutError as error:
-        raise DeadlineError(
-            f"no chunk arrived for {silence_ms} ms, {limit}; send the weights again"
-        ) from error
