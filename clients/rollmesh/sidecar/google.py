@@ -99,20 +99,36 @@ def read(
     choice, tool_name = _tool_choice(
         values.get("toolConfig"), [one["function"]["name"] for one in tools]
     )
-    options, shows_thoughts = _thinking_options(config.get("thinkingConfig"))
+    name = f"{_CONFIG}.thinkingConfig"
+    thinking = _members(config.get("thinkingConfig"), name, {})
+    PARAMETERS.ignore(thinking, ("includeThoughts", "thinkingLevel"))
+    options, effort = None, None
+    if (budget := _integer(thinking, "thinkingBudget", None, name)) is not None:
+        options, effort = ({"enable_thinking": True}, None) if budget else (None, "none")
+    level = string(thinking.get("thinkingLevel"), f"{name}.thinkingLevel", "")
+    if level not in {"", "THINKING_LEVEL_UNSPECIFIED"}:
+        effort = level.lower()
+    sampling = {theirs: config.get(own) for own, theirs in _SAMPLING.items()}
+    if isinstance(most := sampling["top_k"], float) and most.is_integer():
+        sampling["top_k"] = int(most)  # Google's SDKs write it as a float
     request = gateway_pb2.ChatRequest(
         messages=messages,
         tools_json=body.to_json(tools, "tools") if tools else "",
         tool_choice=choice,
         tool_name=tool_name,
         json_format=_format(config),
-        sampling=_sampling(config),
+        sampling=body.read_sampling(sampling, ("max_tokens",)),
         stop=body.read_stop(config.get("stopSequences"), f"{_CONFIG}.stopSequences"),
-        template_options_json=options,
+        template_options_json=body.read_template_options(options, effort, f"{name}.thinkingLevel"),
         choices=_integer(config, "candidateCount", 1) or 1,
-        returns=_returns(config),
     )
+    returns = flag(config, "responseLogprobs", f"{_CONFIG}.")
+    lacking = "" if returns else f"{_CONFIG}.responseLogprobs"
+    most = body.read_top_logprobs(config.get("logprobs"), f"{_CONFIG}.logprobs", lacking)
+    if returns:
+        request.returns.logprobs, request.returns.top_logprobs = True, most
     model = body.read_model({"model": head.model})
+    shows_thoughts = flag(thinking, "includeThoughts", f"{name}.")
     return ContentTurn(request, model, streams, head.session_key, shows_thoughts, sse)
 
 
@@ -121,38 +137,6 @@ def _integer(
 ) -> int | None:
     value = given.get(name)
     return None if value is None else body.integer(value, f"{within}.{name}", least)
-
-
-def _sampling(config: Mapping[str, Any]) -> Any:
-    """Returns the sampling parameters. Google's SDKs write `topK` as a float."""
-    values = {theirs: config.get(name) for name, theirs in _SAMPLING.items()}
-    if isinstance(most := values["top_k"], float) and most.is_integer():
-        values["top_k"] = int(most)
-    return body.read_sampling(values, ("max_tokens",))
-
-
-def _returns(config: Mapping[str, Any]) -> gateway_pb2.ReturnOptions | None:
-    returns = flag(config, "responseLogprobs", f"{_CONFIG}.")
-    lacking = "" if returns else f"{_CONFIG}.responseLogprobs"
-    most = body.read_top_logprobs(config.get("logprobs"), f"{_CONFIG}.logprobs", lacking)
-    return gateway_pb2.ReturnOptions(logprobs=True, top_logprobs=most) if returns else None
-
-
-def _thinking_options(thinking: Any) -> tuple[str, bool]:
-    """Returns the template options as JSON, and whether the answer shows its thoughts."""
-    name = f"{_CONFIG}.thinkingConfig"
-    thinking = _members(thinking, name, {})
-    PARAMETERS.ignore(thinking, ("includeThoughts", "thinkingLevel"))
-    options, effort = None, None
-    if (budget := _integer(thinking, "thinkingBudget", None, name)) is not None:
-        options, effort = ({"enable_thinking": True}, None) if budget else (None, "none")
-    level = string(thinking.get("thinkingLevel"), f"{name}.thinkingLevel", "")
-    if level not in {"", "THINKING_LEVEL_UNSPECIFIED"}:
-        effort = level.lower()
-    return (
-        body.read_template_options(options, effort, f"{name}.thinkingLevel"),
-        flag(thinking, "includeThoughts", f"{name}."),
-    )
 
 
 def _format(config: Mapping[str, Any]) -> gateway_pb2.JsonFormat | None:
@@ -220,17 +204,14 @@ def _schema(schema: Any, field: str) -> dict[str, Any]:
         known = result["properties"]
         first = {key: known[key] for key in order if isinstance(key, str) and key in known}
         result["properties"] = first | known
-    return _nullable(result) if flag(given, "nullable", f"{field}.") else result
-
-
-def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    if "enum" in schema:
-        schema["enum"] = [*schema["enum"], None]
-    if "anyOf" in schema:
-        schema["anyOf"] = [*schema["anyOf"], {"type": "null"}]
-    if "type" in schema:
-        schema["type"] = [schema["type"], "null"]
-    return schema
+    if flag(given, "nullable", f"{field}."):
+        if "enum" in result:
+            result["enum"] = [*result["enum"], None]
+        if "anyOf" in result:
+            result["anyOf"] = [*result["anyOf"], {"type": "null"}]
+        if "type" in result:
+            result["type"] = [result["type"], "null"]
+    return result
 
 
 # Tools
@@ -248,30 +229,29 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
                     "is a tool of Google's service; declare a function that the agent runs",
                 )
         field = f"tools[{at}].functionDeclarations"
-        declared = _listed(tool.get("functionDeclarations"))
-        functions = body.entries(declared, field, body.MAX_TOOLS, "functions")
-        found += [_tool(given, f"{field}[{index}]") for index, given in enumerate(functions)]
+        listed = _listed(tool.get("functionDeclarations"))
+        functions = body.entries(listed, field, body.MAX_TOOLS, "functions")
+        for index, declared in enumerate(functions):
+            name = f"{field}[{index}]"
+            given = _members(declared, name)
+            known = ("name", "description", "parameters", "parametersJsonSchema")
+            PARAMETERS.ignore(given, known)
+            if given.get("behavior") == "NON_BLOCKING":
+                raise InvalidFieldError(f"{name}.behavior", "is not served; give BLOCKING")
+            function: dict[str, Any] = {"name": string(given.get("name"), f"{name}.name")}
+            if given.get("description") is not None:
+                function["description"] = string(given["description"], f"{name}.description")
+            own, schema = given.get("parameters"), given.get("parametersJsonSchema")
+            if own is not None and schema is not None:
+                raise InvalidFieldError(
+                    f"{name}.parametersJsonSchema", "is given beside parameters; give one of them"
+                )
+            if own is not None:
+                function["parameters"] = _json_schema(own, f"{name}.parameters")
+            elif schema is not None:
+                function["parameters"] = members(schema, f"{name}.parametersJsonSchema")
+            found.append({"type": "function", "function": function})
     return found
-
-
-def _tool(declared: Any, field: str) -> dict[str, Any]:
-    given = _members(declared, field)
-    PARAMETERS.ignore(given, ("name", "description", "parameters", "parametersJsonSchema"))
-    if given.get("behavior") == "NON_BLOCKING":
-        raise InvalidFieldError(f"{field}.behavior", "is not served; give BLOCKING")
-    function: dict[str, Any] = {"name": string(given.get("name"), f"{field}.name")}
-    if given.get("description") is not None:
-        function["description"] = string(given["description"], f"{field}.description")
-    own, schema = given.get("parameters"), given.get("parametersJsonSchema")
-    if own is not None and schema is not None:
-        raise InvalidFieldError(
-            f"{field}.parametersJsonSchema", "is given beside parameters; give one of them"
-        )
-    if own is not None:
-        function["parameters"] = _json_schema(own, f"{field}.parameters")
-    elif schema is not None:
-        function["parameters"] = members(schema, f"{field}.parametersJsonSchema")
-    return {"type": "function", "function": function}
 
 
 _MODES = {

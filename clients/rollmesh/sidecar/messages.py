@@ -31,6 +31,7 @@ PARAMETERS = body.Parameters(
     nested="allowed_callers budget_tokens caller citations eager_input_streaming input_examples"
     " redacted_thinking task_budget x-anthropic-billing-header",
 )
+_THINKS = {"enabled": True, "adaptive": True, "disabled": False}
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")
 _BILLING = "x-anthropic-billing-header"
 _SUB_AGENT = re.compile(r"\bcc_is_subagent=(?!false|0|;|$)\w")
@@ -47,14 +48,47 @@ def read(data: bytes, head: Head, *, counts: bool = False) -> "MessageTurn":
         raise InvalidFieldError("max_tokens", "is missing; give the most tokens to sample")
     streams = not counts and flag(values, "stream")
     PARAMETERS.check(values)
-    _check_context_management(values.get("context_management"))
+    management = values.get("context_management")
+    edits = management.get("edits") if isinstance(management, dict) else management
+    if not isinstance(edits, list | None):
+        raise InvalidFieldError("context_management.edits", "must be a list")
+    for at, edit in enumerate(edits or []):  # Claude Code always asks to clear no thinking
+        keeps = isinstance(edit, dict) and edit.get("keep") == "all"
+        if not keeps or not str(edit.get("type", "")).startswith("clear_thinking_"):
+            raise InvalidFieldError(
+                f"context_management.edits[{at}]",
+                "is not served: nothing of a conversation is cut here; send less of it, or give "
+                "clear_thinking with keep: all",
+            )
     choice, tool_name, parallel = _tool_choice(values.get("tool_choice"))
     system = values.get("system")
     tools = _Tools(values.get("tools"))
     messages = _system(system, "system", {})
     messages += _messages(values.get("messages"), head.session_key, tools)
     config = members(values.get("output_config"), "output_config", {})
-    options, shows_thinking = _thinking_options(values, config.get("effort"))
+    PARAMETERS.ignore(config, ("effort", "format"))
+    form, form_field = config.get("format"), "output_config.format"
+    if form is None:  # that of earlier SDKs
+        form, form_field = values.get("output_format"), "output_format"
+    json_format = None
+    if form is not None:
+        if not isinstance(form, dict) or form.get("type") != "json_schema":
+            raise InvalidFieldError(f"{form_field}.type", "is not served; give json_schema")
+        json_format = body.read_schema(form.get("schema"), f"{form_field}.schema", strict=True)
+    thinking, options = values.get("thinking"), values.get("chat_template_kwargs")
+    effort, shows_thinking = config.get("effort"), True
+    if thinking is not None:
+        kind = thinking.get("type") if isinstance(thinking, dict) else None
+        if not isinstance(kind, str) or kind not in _THINKS:
+            raise InvalidFieldError(
+                "thinking.type", f"is {excerpt(kind)}; give one of {', '.join(_THINKS)}"
+            )
+        PARAMETERS.ignore(thinking, ("type", "display"))
+        shows_thinking = thinking.get("display") != "omitted"
+        if not _THINKS[kind]:
+            effort = "none"
+        elif isinstance(options, dict | None):
+            options = {"enable_thinking": True, **(options or {})}
     request = gateway_pb2.ChatRequest(
         messages=messages,
         tools_json=body.to_json(tools.printed, "tools") if tools.printed else "",
@@ -64,70 +98,18 @@ def read(data: bytes, head: Head, *, counts: bool = False) -> "MessageTurn":
         tool_choice=choice,
         tool_name=tool_name,
         parallel_tool_calls=parallel,
-        json_format=_output_format(config, values.get("output_format")),
+        json_format=json_format,
         sampling=body.read_sampling(
             {name: values.get(name) for name in _SAMPLING}, ("max_tokens",)
         ),
         stop=body.read_stop(values.get("stop_sequences"), "stop_sequences"),
-        template_options_json=options,
+        template_options_json=body.read_template_options(options, effort, "output_config.effort"),
         choices=1,
         lineage=_lineage(system, values["messages"][-1].get("content")),
         max_tokens_must_fit=True,
     )
     model = body.read_model(values)
     return MessageTurn(request, model, streams, head.session_key, shows_thinking)
-
-
-def _check_context_management(management: Any) -> None:
-    """Refuses edits of the conversation. Claude Code always asks to clear no thinking."""
-    if management is None:
-        return
-    edits = management.get("edits") if isinstance(management, dict) else management
-    if not isinstance(edits, list | None):
-        raise InvalidFieldError("context_management.edits", "must be a list")
-    for at, edit in enumerate(edits or []):
-        keeps = isinstance(edit, dict) and edit.get("keep") == "all"
-        if not keeps or not str(edit.get("type", "")).startswith("clear_thinking_"):
-            raise InvalidFieldError(
-                f"context_management.edits[{at}]",
-                "is not served: nothing of a conversation is cut here; send less of it, or give "
-                "clear_thinking with keep: all",
-            )
-
-
-_THINKS = {"enabled": True, "adaptive": True, "disabled": False}
-
-
-def _thinking_options(values: dict[str, Any], effort: Any) -> tuple[str, bool]:
-    """Returns the template options as JSON, and whether the answer shows its thinking."""
-    thinking, options = values.get("thinking"), values.get("chat_template_kwargs")
-    is_shown = True
-    if thinking is not None:
-        kind = thinking.get("type") if isinstance(thinking, dict) else None
-        if not isinstance(kind, str) or kind not in _THINKS:
-            raise InvalidFieldError(
-                "thinking.type", f"is {excerpt(kind)}; give one of {', '.join(_THINKS)}"
-            )
-        PARAMETERS.ignore(thinking, ("type", "display"))
-        is_shown = thinking.get("display") != "omitted"
-        if not _THINKS[kind]:
-            effort = "none"
-        elif isinstance(options, dict | None):
-            options = {"enable_thinking": True, **(options or {})}
-    return body.read_template_options(options, effort, "output_config.effort"), is_shown
-
-
-def _output_format(config: dict[str, Any], earlier: Any) -> gateway_pb2.JsonFormat | None:
-    """Returns the form of the text, from `output_config` or the `output_format` of earlier SDKs."""
-    PARAMETERS.ignore(config, ("effort", "format"))
-    form, field = config.get("format"), "output_config.format"
-    if form is None:
-        form, field = earlier, "output_format"
-    if form is None:
-        return None
-    if not isinstance(form, dict) or form.get("type") != "json_schema":
-        raise InvalidFieldError(f"{field}.type", "is not served; give json_schema")
-    return body.read_schema(form.get("schema"), f"{field}.schema", strict=True)
 
 
 def _lineage(system: Any, last: Any) -> trajectory_pb2.Lineage.ValueType:

@@ -87,7 +87,10 @@ def _is_secret(key: object, value: object) -> bool:
 # Settings of a service: their checks and the errors of bad ones.
 
 _Config = TypeVar("_Config")
-_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+_BOOLS: dict[str, bool] = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
 _ACCEPTED: dict[type[Any], tuple[type[Any], ...]] = {
     str: (str, int, float),
     int: (str, int),
@@ -262,7 +265,9 @@ def examine(
     for name, value in values.items():
         where = shown(name)
         if name not in fields:
-            problems.append(f"{where}: unknown setting{origin}; {_remedy(name, list(fields))}")
+            near = difflib.get_close_matches(name, list(fields), n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(fields)}"
+            problems.append(f"{where}: unknown setting{origin}; {remedy}")
             continue
         kind, bound = fields[name]
         try:
@@ -283,13 +288,6 @@ def examine(
         if not problems:
             raise
     return None, problems
-
-
-def _remedy(name: str, known: list[str]) -> str:
-    """Returns the remedy for an unknown name."""
-    if near := difflib.get_close_matches(name, known, n=1):
-        return f"did you mean {near[0]}?"
-    return f"known are {', '.join(known)}"
 
 
 def _fields(cls: type[Any]) -> Mapping[str, tuple[type[Any], Bound | None]]:
@@ -319,30 +317,23 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
 
 
 def _convert(name: str, value: Any, kind: type[Any]) -> Any:
-    converters: dict[type[Any], Callable[[Any], Any]] = {bool: _to_bool, dict: _to_table}
     problem = f"{name}: is {masked(repr(masked(value))):.200}; give {_WORDS[kind]}"
     if not isinstance(value, _ACCEPTED[kind]) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(problem)
+    made: Callable[[Any], Any] = kind
+    if kind is bool:
+        value = str(value).lower()
+        made = _BOOLS.__getitem__
+    elif kind is dict and isinstance(value, str):
+        value = value or "{}"
+        made = json.loads
     try:
-        return converters.get(kind, kind)(value)
-    except (ValueError, TypeError) as error:
+        found = made(value)
+    except (LookupError, ValueError, TypeError) as error:
         raise ConfigError(problem) from error
-
-
-def _to_bool(value: Any) -> bool:
-    text = str(value).lower()
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
-    raise ValueError(text)
-
-
-def _to_table(value: Any) -> dict[str, Any]:
-    table = json.loads(value or "{}") if isinstance(value, str) else value
-    if not isinstance(table, dict):
-        raise TypeError(value)
-    return table
+    if not isinstance(found, kind):  # JSON that is no table
+        raise ConfigError(problem)
+    return found
 
 
 # What several services share.
@@ -449,7 +440,20 @@ def resolve(
         ConfigError: The file cannot be read, or is wrong outside the service's table.
     """
     settings = describe(cls, service)
-    path, flags = _parse_flags(cls, service, settings, argv)
+    parser = argparse.ArgumentParser(prog=f"rollmesh {service}", description=inspect.getdoc(cls))
+    parser.add_argument(
+        "--config", type=Path, help="TOML file of the mesh: [mesh], and a table for each service"
+    )
+    for one in settings:
+        kind, default = one.kind.__name__, one.default
+        default = json.dumps(default) if one.kind is bool else str(default)
+        notes = [f"default: {default}"] if default and one.default != {} else []
+        notes += [] if one.bound is None else [str(one.bound)]
+        text = f"{one.doc} [{', '.join(notes)}]".removesuffix(" []").replace("%", "%%")
+        parser.add_argument(one.flag, dest=one.name, metavar=kind, help=text)
+    flags = vars(parser.parse_args(argv))
+    path: Path | None = flags.pop("config")
+    flags = {name: text for name, text in flags.items() if text is not None}
     problems = [
         f"{one.name}: a flag with a password or a token is visible to every user of this host; set "
         f"{one.variable}, or write it into the file of --config"
@@ -489,29 +493,5 @@ def from_environment(settings: Sequence[Setting], environ: Mapping[str, str]) ->
     }
 
 
-def _parse_flags(
-    cls: type[Any], service: str, settings: Sequence[Setting], argv: Sequence[str]
-) -> tuple[Path | None, dict[str, str]]:
-    """Returns the file that the flags name, and the text of each setting that they give."""
-    parser = argparse.ArgumentParser(prog=f"rollmesh {service}", description=inspect.getdoc(cls))
-    parser.add_argument(
-        "--config", type=Path, help="TOML file of the mesh: [mesh], and a table for each service"
-    )
-    for setting in settings:
-        kind = setting.kind.__name__
-        parser.add_argument(setting.flag, dest=setting.name, metavar=kind, help=_help(setting))
-    given = vars(parser.parse_args(argv))
-    path = given.pop("config")
-    return path, {name: text for name, text in given.items() if text is not None}
-
-
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _help(setting: Setting) -> str:
-    default = json.dumps(setting.default) if setting.kind is bool else str(setting.default)
-    notes = [f"default: {default}"] if default and setting.default != {} else []
-    if setting.bound is not None:
-        notes.append(str(setting.bound))
-    return f"{setting.doc} [{', '.join(notes)}]".removesuffix(" []").replace("%", "%%")

@@ -93,32 +93,25 @@ def _read_models(tables: object, default: ModelConfig) -> tuple[list[MeshModel],
     models: list[MeshModel] = []
     problems: list[str] = []
     for table in tables:
-        try:
-            models.append(_model(table, default, problems))
-        except ConfigError as error:
-            problems.append(str(error))
+        own = {service: table[service] for service in MODEL_SERVICES if service in table}
+        if wrong := [name for name, settings in own.items() if not isinstance(settings, dict)]:
+            problems.append(f"model.{wrong[0]}: is not a table; write [model.{wrong[0]}]")
+            continue
+        settings = {name: value for name, value in table.items() if name not in own}
+        if not settings.get("name"):
+            problems.append("model.name: is missing; give the name that agents send")
+            continue
+        omitted = {name: value for name, value in asdict(default).items() if name not in settings}
+        values = {**omitted, "model_path": str(default.model_path), **settings}
+        config, found = examine(ModelConfig, values, shown="model.{}".format)
+        problems += found
+        if config is not None:
+            slug = re.sub(r"[^A-Za-z0-9_.-]", "_", config.name)[:_SLUG_CHARS]
+            models.append(MeshModel(config, own, f"{slug}-"))
     infixes = [one.infix for one in models]
     if twice := {one.config.name for one in models if infixes.count(one.infix) > 1}:
         problems.append(f"model.name: {min(twice)!r} is taken; give each model its own")
     return models, problems
-
-
-def _model(table: Table, default: ModelConfig, problems: list[str]) -> MeshModel:
-    own = {service: table[service] for service in MODEL_SERVICES if service in table}
-    for service, settings in own.items():
-        if not isinstance(settings, dict):
-            raise ConfigError(f"model.{service}: is not a table; write [model.{service}]")
-    settings = {name: value for name, value in table.items() if name not in own}
-    if not settings.get("name"):
-        raise ConfigError("model.name: is missing; give the name that agents send")
-    omitted = {name: value for name, value in asdict(default).items() if name not in settings}
-    values = {**omitted, "model_path": str(default.model_path), **settings}
-    config, found = examine(ModelConfig, values, shown="model.{}".format)
-    problems += found
-    if config is None:
-        raise ConfigError(problems.pop())
-    slug = re.sub(r"[^A-Za-z0-9_.-]", "_", config.name)[:_SLUG_CHARS]
-    return MeshModel(config, own, f"{slug}-")
 
 
 def merged(table: Table, own: Table) -> Table:
@@ -340,7 +333,9 @@ def shared_settings(
     elif service not in {"router", "scorer"}:
         settings["router"] = routers
     if service == "collector" and "scorer" in tables:
-        settings |= _scoring(tables["scorer"], scorer or _address(tables, "scorer", SCORER_PORT))
+        settings["scorer"] = scorer or _address(tables, "scorer", SCORER_PORT)
+        if "workers" in tables["scorer"]:
+            settings["scorer_concurrency"] = tables["scorer"]["workers"]
     if tokens is not None and service != "sidecar":
         settings["tokens_dir"] = str(tokens / "accepted")
     if tokens is not None and service != "scorer":
@@ -393,12 +388,6 @@ def _address(tables: Tables, service: str, default_port: int) -> str:
     return f"{f'[{host}]' if ':' in host else host}:{table.get('port') or default_port}"
 
 
-def _scoring(table: Table, address: str) -> dict[str, Any]:
-    """Returns the settings of a collector that follow from the scorer's table."""
-    workers = {"scorer_concurrency": table["workers"]} if "workers" in table else {}
-    return {"scorer": address, **workers}
-
-
 def from_file(
     tables: Tables, service: str, model_name: str, path: str, known: set[str]
 ) -> dict[str, Given]:
@@ -412,7 +401,7 @@ def from_file(
     if service in SERVICES:
         shared = shared_settings(tables, service, model, tokens=mesh_config(tables).tokens_path)
         given = {
-            name: Given(value, f"{path} [{_shared_table(name)}]", name)
+            name: Given(value, f"{path} [{'traces' if name.startswith(_TRACES) else 'mesh'}]", name)
             for name, value in shared.items()
             if name in known
         }
@@ -425,8 +414,3 @@ def from_file(
         table = f"[model.{service}]" if name in of_model else f"[{service}]"
         given[name] = Given(value, f"{path} {table}", f"{table.strip('[]')}.{name}")
     return given
-
-
-def _shared_table(name: str) -> str:
-    """Returns the table that gives services a setting."""
-    return "traces" if name.startswith(_TRACES) else "mesh"

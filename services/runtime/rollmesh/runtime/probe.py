@@ -11,7 +11,7 @@ import socket
 import ssl
 import sys
 import urllib.request
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,18 +76,17 @@ def probe(service: str, config: ProbeConfig) -> None:
     if not port:
         variable = f"ROLLMESH_{service.upper()}_PORT"
         raise ConfigError(f"port: is 0; give the service's port by --port or {variable}")
-    config = replace(config, port=port)
     host = LOOPBACK.get(config.host, config.host)
     try:
         if service == _HTTP_SERVICE:
-            _ask_http(host, config)
+            _ask_http(host, port, config)
         else:
-            _ask_grpc(host, config)
+            _ask_grpc(host, port, config)
     except (grpc.RpcError, ssl.SSLError, OSError) as error:
-        raise NotServingError(f"no answer at {host}:{config.port}: {error}") from error
+        raise NotServingError(f"no answer at {host}:{port}: {error}") from error
 
 
-def _ask_http(host: str, config: ProbeConfig) -> None:
+def _ask_http(host: str, port: int, config: ProbeConfig) -> None:
     scheme, context = "http", None
     if config.https_certificate_file:
         trusted = read_file("https_certificate_file", Path(config.https_certificate_file))
@@ -95,33 +94,30 @@ def _ask_http(host: str, config: ProbeConfig) -> None:
     shown = f"[{host}]" if ":" in host else host
     handlers = [urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)]
     opener = urllib.request.build_opener(*handlers)
-    with opener.open(f"{scheme}://{shown}:{config.port}/healthz", timeout=_TIMEOUT_S):
+    with opener.open(f"{scheme}://{shown}:{port}/healthz", timeout=_TIMEOUT_S):
         pass  # every other status is an error
 
 
-def _ask_grpc(host: str, config: ProbeConfig) -> None:
-    target = f"[{host}]:{config.port}" if ":" in host else f"{host}:{config.port}"
-    with _channel(target, host, config) as channel:
+def _ask_grpc(host: str, port: int, config: ProbeConfig) -> None:
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
+    if config.tls_certificate_file:
+        certificate = read_file("tls_certificate_file", Path(config.tls_certificate_file))
+        key, trusted = read_file("tls_key_file", Path(config.tls_key_file)), certificate
+        if config.tls_ca_file:
+            trusted = read_file("tls_ca_file", Path(config.tls_ca_file))
+        context = _trusting(trusted)
+        context.load_cert_chain(config.tls_certificate_file, config.tls_key_file)
+        options.append(("grpc.ssl_target_name_override", _name_of(host, port, context)))
+        credentials = grpc.ssl_channel_credentials(trusted, key, certificate)
+        channel = grpc.secure_channel(target, credentials, options=options)
+    else:
+        channel = grpc.insecure_channel(target, options=options)
+    with channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         status = stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S).status
     if status != health_pb2.HealthCheckResponse.SERVING:
         raise NotServingError(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
-
-
-def _channel(target: str, host: str, config: ProbeConfig) -> grpc.Channel:
-    options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
-    if not config.tls_certificate_file:
-        return grpc.insecure_channel(target, options=options)
-    certificate = read_file("tls_certificate_file", Path(config.tls_certificate_file))
-    key = read_file("tls_key_file", Path(config.tls_key_file))
-    trusted = (
-        read_file("tls_ca_file", Path(config.tls_ca_file)) if config.tls_ca_file else certificate
-    )
-    context = _trusting(trusted)
-    context.load_cert_chain(config.tls_certificate_file, config.tls_key_file)
-    options.append(("grpc.ssl_target_name_override", _name_of(host, config.port, context)))
-    credentials = grpc.ssl_channel_credentials(trusted, key, certificate)
-    return grpc.secure_channel(target, credentials, options=options)
 
 
 def _name_of(host: str, port: int, context: ssl.SSLContext) -> str:

@@ -92,9 +92,10 @@ class AcceptedTokens:
                     raise ConfigError(problem)
                 _log.error("token file skipped: %s", problem)
                 continue
-            read, files = partial(_digests_of, path), partial(tuple[Path], (path,))
             found[role] = (known or {}).get(role) or Reloaded(
-                read, files, last=None if known is None else ()
+                partial(_digests, "tokens_dir", path),
+                partial(tuple[Path], (path,)),
+                last=None if known is None else (),
             )
         if known and not found:
             _log.error("tokens revoked: %s has no token, so every caller is refused", self._folder)
@@ -129,7 +130,7 @@ class TokensOfFile:
 
     def _read(self) -> tuple[bytes, ...]:
         """Returns the tokens: none once the file is emptied."""
-        found = tuple(_digests(self._setting, self._path))
+        found = _digests(self._setting, self._path)
         if len(found) > _MOST_TOKENS:  # each request is compared with all
             raise ConfigError(f"{self._setting}: {self._path} has more than {_MOST_TOKENS} tokens")
         return found
@@ -170,18 +171,6 @@ def token_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
     return None
 
 
-def new_tokens(secret: Mapping[Role, str], scraper: str) -> dict[str, str]:
-    """Returns the files of a folder of tokens, by their paths in it.
-
-    A process of a role presents `ROLE.token`, and servers accept the digest `accepted/ROLE`, so
-    that no server holds a token that opens another. Prometheus presents `scraper.token`, and
-    `metrics_token_file` takes its digest `scrapers`.
-    """
-    files = {f"{role}.token": f"{token}\n" for role, token in secret.items()}
-    files |= {"scraper.token": f"{scraper}\n", "scrapers": f"{digest_line(scraper)}\n"}
-    return files | {f"accepted/{role}": f"{digest_line(secret[role])}\n" for role in secret}
-
-
 def _entries(folder: Path) -> list[Path]:
     """Returns the files of a folder. Kubernetes keeps its own beside them, with a dot."""
     try:
@@ -192,18 +181,16 @@ def _entries(folder: Path) -> list[Path]:
         raise ConfigError(f"tokens_dir: {folder}: {error.strerror}") from error
 
 
-def _digests_of(path: Path) -> tuple[bytes, ...]:
-    return tuple(_digests("tokens_dir", path))
-
-
-def _digests(setting: str, path: Path) -> Iterator[bytes]:
+def _digests(setting: str, path: Path) -> tuple[bytes, ...]:
+    found: list[bytes] = []
     for number, line in _lines(setting, path):
         if digest := _DIGEST.fullmatch(line):
-            yield bytes.fromhex(digest[1])
+            found.append(bytes.fromhex(digest[1]))
         elif _TOKEN.fullmatch(line):
-            yield sha256(line.encode()).digest()
+            found.append(sha256(line.encode()).digest())
         else:
             raise ConfigError(_malformed(setting, path, number))
+    return tuple(found)
 
 
 def _lines(setting: str, path: Path) -> Iterator[tuple[int, str]]:
@@ -226,17 +213,22 @@ _TOKEN_BYTES = 32
 
 
 def make_tokens(folder: Path) -> None:
-    """Makes a token for each role: `ROLE.token` to present, `accepted/ROLE` for servers.
+    """Makes a token for each role, and one for Prometheus.
 
-    Prometheus gets one too: `scraper.token` to present, `scrapers` for `metrics_token_file`.
+    A process of a role presents `ROLE.token`, and servers accept the digest `accepted/ROLE`, so
+    that no server holds a token that opens another. Prometheus presents `scraper.token`, and
+    `metrics_token_file` takes its digest `scrapers`.
 
     Raises:
         FileExistsError: The folder has one of the files. Nothing is written then.
         OSError: A file cannot be written.
     """
-    secret = {role: secrets.token_urlsafe(_TOKEN_BYTES) for role in Role}
-    files = new_tokens(secret, secrets.token_urlsafe(_TOKEN_BYTES))
-    write_private(folder, {name: text.encode() for name, text in files.items()})
+    scraper = secrets.token_urlsafe(_TOKEN_BYTES)
+    files = {"scraper.token": scraper, "scrapers": digest_line(scraper)}
+    for role in Role:
+        token = secrets.token_urlsafe(_TOKEN_BYTES)
+        files |= {f"{role}.token": token, f"accepted/{role}": digest_line(token)}
+    write_private(folder, {name: f"{line}\n".encode() for name, line in files.items()})
 
 
 def write_private(folder: Path, files: Mapping[str, bytes]) -> None:
