@@ -321,14 +321,13 @@ def _convert(name: str, value: Any, kind: type[Any]) -> Any:
     if not isinstance(value, _ACCEPTED[kind]) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(problem)
     made: Callable[[Any], Any] = kind
+    given: Any = value
     if kind is bool:
-        value = str(value).lower()
-        made = _BOOLS.__getitem__
+        made, given = _BOOLS.__getitem__, str(value).lower()
     elif kind is dict and isinstance(value, str):
-        value = value or "{}"
-        made = json.loads
+        made, given = json.loads, value or "{}"
     try:
-        found = made(value)
+        found = made(given)
     except (LookupError, ValueError, TypeError) as error:
         raise ConfigError(problem) from error
     if not isinstance(found, kind):  # JSON that is no table
