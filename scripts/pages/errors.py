@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import rollmesh.batches.rows
+import rollmesh.client.evaluations
 import rollmesh.client.weights  # noqa: F401 - defines errors
 from rollmesh.runtime.errors import RemoteError, RollmeshError
 from rollmesh.sidecar import to_http
