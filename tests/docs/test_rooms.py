@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_989, 63),
+    "services/runtime/rollmesh/runtime": (9_808, 63),
     "services/runtime/rollmesh/mesh": (4_455, 13),
     "services/gateway/rollmesh/chat": (7_957, 38),
     "services/gateway/rollmesh/gateway": (10_694, 28),
@@ -13,7 +13,7 @@ CEILINGS = {
     "services/router/rollmesh/router": (4_633, 17),
     "services/collector/rollmesh/collector": (5_344, 13),
     "services/collector/rollmesh/scorer": (366, 6),
-    "clients/rollmesh/sidecar": (5_708, 17),
+    "clients/rollmesh/sidecar": (5_638, 17),
     "clients/rollmesh/client": (7_235, 24),
     "clients/rollmesh/record": (3_576, 14),
     "clients/rollmesh/batches": (1_082, 6),
