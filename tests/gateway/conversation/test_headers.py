@@ -130,3 +130,51 @@ def test_two_headers_in_a_row_are_a_reason(
     added = [*(ids for _, ids, _ in prompt.new_groups), prompt.generation_prompt]
     at = continuation.compare(node.path(), groups[2:], CONTEXT, added, special_text.show).at
     assert at == (1 if otherwise else None)
+
+
+APPENDS = (
+    "{% for m in messages %}{{ '<|observation|>' if m.role == 'tool' else '<|' + m.role + '|>' }}"
+    "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""A template that prints every turn the same way, whatever follows."""
+
+
+@pytest.mark.parametrize(
+    ("order", "found"),
+    [
+        pytest.param((MORE, GOT, GOT, MORE), (False, True, True, False), id="user-first"),
+        pytest.param((GOT, MORE, GOT), (True, False, True), id="tool-first"),
+    ],
+)
+def test_each_turn_compares_the_end_of_a_known_answer_with_its_own_header(
+    glm: families.Family, order: tuple[Message, ...], found: tuple[bool, ...]
+) -> None:
+    continuation = Continuation(type(glm.template)(APPENDS, glm.variables), glm.tokenizer)
+    show = SpecialText(glm.tokenizer, "parity").show
+    node = sampled(glm, continuation, SAID, "Hello." + USER, sampling_pb2.FINISH_REASON_STOP)
+    for then, otherwise in zip(order, found, strict=True):
+        fresh = group_messages((ASK, SAID, then))[2:]
+        at = continuation.compare(node.path(), fresh, CONTEXT, [], show).at
+        assert at == (1 if otherwise else None)
+
+
+def test_an_answer_that_is_printed_otherwise_is_found_again_behind_later_turns(
+    glm: families.Family,
+) -> None:
+    continuation = Continuation(type(glm.template)(APPENDS, glm.variables), glm.tokenizer)
+    show = SpecialText(glm.tokenizer, "parity").show
+    stop = sampling_pb2.FINISH_REASON_STOP
+    node = sampled(glm, continuation, SAID, "Hello." + USER, stop)
+    tree, said = Tree(continuation.end_ids), [ASK, SAID]
+    for end, at in ((OBSERVATION, None), (USER, 3), (USER, 3), (USER, 3)):
+        assert continuation.compare(node.path(), [(MORE,)], CONTEXT, [], show).at == at
+        said += [MORE, SAID]
+        groups = group_messages(tuple(said))
+        (added, _) = continuation.token_ids(groups, len(groups) - 2, CONTEXT)
+        parent = tree.add_messages(node, (MORE,), continuation.after(node, added))
+        ids = glm.tokenizer.encode("Hello." + end)
+        spans = (sampling_pb2.VersionSpan(end=len(ids)),)
+        sample = Sample(ids, np.zeros(len(ids), np.float32), spans, stop, 0, 0, 0)
+        opening = continuation.generation_prompt(groups[:-1], CONTEXT)
+        node = tree.add_sample(parent, SAID, opening, sample, frozenset())
