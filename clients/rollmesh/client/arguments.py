@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
-from rollmesh.runtime.codec import KINDS
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2
 from rollmesh.v1.sampling_pb2 import AdapterChoice
@@ -18,12 +17,12 @@ SamplingPolicy: TypeAlias = Literal["agent", "enforce", "refuse"]
 """Whose sampling parameters count: the agent's over the session's ("agent"), or the session's,
 where others of the agent are ignored ("enforce") or a 400 ("refuse"). `max_tokens` and stops are
 the agent's under every policy."""
-_POLICIES = {
+POLICIES: dict[str, sampling_pb2.SamplingPolicy.ValueType] = {
     "agent": sampling_pb2.SAMPLING_POLICY_AGENT,
     "enforce": sampling_pb2.SAMPLING_POLICY_ENFORCE,
     "refuse": sampling_pb2.SAMPLING_POLICY_REFUSE,
 }
-_EXPORT_FORMS = {
+EXPORT_FORMS: dict[str, gateway_pb2.ExportMode.ValueType] = {
     "leaves": gateway_pb2.EXPORT_MODE_LEAVES,
     "turns": gateway_pb2.EXPORT_MODE_TURNS,
     "tree": gateway_pb2.EXPORT_MODE_TREE,
@@ -32,7 +31,7 @@ Column: TypeAlias = Literal["sampling_support", "routed_experts"]
 """Further values of each token: see the methods of `Columns` with these names."""
 Purpose: TypeAlias = Literal["train", "eval", "other"]
 """The use of a session's tokens. A consumer gets sessions to train on by default."""
-_PURPOSES = {
+PURPOSES: dict[str, session_pb2.SessionPurpose.ValueType] = {
     "train": session_pb2.SESSION_PURPOSE_TRAIN,
     "eval": session_pb2.SESSION_PURPOSE_EVAL,
     "other": session_pb2.SESSION_PURPOSE_OTHER,
@@ -41,7 +40,7 @@ _ACTIONS = {
     "answer": gateway_pb2.BUDGET_ACTION_ANSWER,
     "refuse": gateway_pb2.BUDGET_ACTION_REFUSE,
 }
-_OUTCOMES = {
+OUTCOMES: dict[str, session_pb2.SessionOutcome.ValueType] = {
     "COMPLETED": session_pb2.SESSION_OUTCOME_COMPLETED,
     "FAILED": session_pb2.SESSION_OUTCOME_FAILED,
     "ABORTED": session_pb2.SESSION_OUTCOME_ABORTED,
@@ -99,33 +98,6 @@ def chosen(field: str, name: object, values: Mapping[str, _Value]) -> _Value:
     return values[name]
 
 
-def export_mode(form: object) -> gateway_pb2.ExportMode.ValueType:
-    """Returns the mode of an `ExportForm`.
-
-    Raises:
-        InvalidFieldError: There is no such form.
-    """
-    return chosen("export", form, _EXPORT_FORMS)
-
-
-def purpose_of(purpose: object) -> session_pb2.SessionPurpose.ValueType:
-    """Returns the value of a `Purpose`.
-
-    Raises:
-        InvalidFieldError: There is no such purpose.
-    """
-    return chosen("purpose", purpose, _PURPOSES)
-
-
-def policy_of(name: object) -> sampling_pb2.SamplingPolicy.ValueType | None:
-    """Returns the value of a `SamplingPolicy`. None for None, which is the gateway's own.
-
-    Raises:
-        InvalidFieldError: There is no such policy.
-    """
-    return None if name is None else chosen("sampling_policy", name, _POLICIES)
-
-
 def choices_of(adapters: Sequence[AdapterChoice | str]) -> list[AdapterChoice]:
     """Returns the policies of a session. A name means the newest revision at each turn.
 
@@ -138,24 +110,6 @@ def choices_of(adapters: Sequence[AdapterChoice | str]) -> list[AdapterChoice]:
             raise InvalidFieldError(f"adapters[{at}]", f"is {one!r}; give a name or AdapterChoice")
         choices.append(AdapterChoice(name=one) if isinstance(one, str) else one)
     return choices
-
-
-def kinds_of(columns: Sequence[Column]) -> list[sampling_pb2.ColumnKind.ValueType]:
-    """Returns the values of `Column`s.
-
-    Raises:
-        InvalidFieldError: There is no such column.
-    """
-    return [chosen(f"columns[{at}]", one, KINDS) for at, one in enumerate(columns)]
-
-
-def outcome_of(name: object) -> session_pb2.SessionOutcome.ValueType:
-    """Returns the outcome of a name.
-
-    Raises:
-        InvalidFieldError: There is no such outcome.
-    """
-    return chosen("outcome", name, _OUTCOMES)
 
 
 def filled(kind: type[_Message], /, **values: Any) -> _Message:

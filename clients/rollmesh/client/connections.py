@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import grpc
 
@@ -40,6 +40,8 @@ from rollmesh.runtime.rpc import (
 )
 from rollmesh.v1 import collector_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
 CALL_S = 60.0
 """Time for one call, with its repetitions, seconds."""
 _TRY_S = 20.0
@@ -145,10 +147,13 @@ class Connections:
 
     async def _at_collector(
         self,
-        method: Callable[["collector_pb2_grpc.CollectorServiceAsyncStub"], Callable[..., Any]],
-        request: Any,
+        method: Callable[
+            ["collector_pb2_grpc.CollectorServiceAsyncStub"],
+            "grpc.aio.UnaryUnaryMultiCallable[_Request, _Response]",
+        ],
+        request: _Request,
         *also: type[RollmeshError],
-    ) -> Any:
+    ) -> _Response:
         """Makes a call that is safe to repeat, at one collector after another if they are away.
 
         Args:
@@ -158,11 +163,11 @@ class Connections:
         """
         collectors = self._collectors
 
-        async def once(timeout_s: float) -> Any:
+        async def once(timeout_s: float) -> _Response:
             if not collectors.is_fixed:
                 timeout_s = min(timeout_s, _TRY_S)
 
-            async def at(channel: grpc.aio.Channel) -> Any:
+            async def at(channel: grpc.aio.Channel) -> _Response:
                 stub = stub_of(channel, collector_pb2_grpc.CollectorServiceStub)
                 with typed_errors():
                     return await method(stub)(
@@ -207,8 +212,16 @@ class Connections:
             SessionClosedError: The request id opened a session that is closed.
         """
         doubt: _Doubt | None = None
-        if is_repeat and (known := await self._found(request.request_id)):
-            doubt = _Doubt(known, clock.monotonic_ms() + _DOUBT_MS)
+        known = await self._find(request.request_id) if is_repeat else None
+        if known is not None:
+            if known.closed:
+                raise SessionClosedError(
+                    f"request_id: {request.request_id!r} belongs to session {known.session_id}, "
+                    "which is closed; give a new one to open another session",
+                    session_id=known.session_id,
+                )
+            if journal_id := journal_of(known.session_id):
+                doubt = _Doubt(journal_id, clock.monotonic_ms() + _DOUBT_MS)
 
         async def once(timeout_s: float) -> Any:
             nonlocal doubt
@@ -231,17 +244,6 @@ class Connections:
 
         opened: gateway_pb2.CreateSessionResponse = await retried(once, CALL_S)
         return opened
-
-    async def _found(self, request_id: str) -> str:
-        """Returns the journal of the session that a request id opened. Empty if it opened none."""
-        found = await self._find(request_id)
-        if found is not None and found.closed:
-            raise SessionClosedError(
-                f"request_id: {request_id!r} belongs to session {found.session_id}, which is "
-                "closed; give a new one to open another session",
-                session_id=found.session_id,
-            )
-        return journal_of(found.session_id) if found is not None else ""
 
     async def _find(self, request_id: str) -> gateway_pb2.FindSessionResponse | None:
         return await retried(lambda _: self._gateways.find(request_id), CALL_S)

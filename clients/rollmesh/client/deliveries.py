@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, Self
 
 import grpc
 
-from rollmesh.client.arguments import Purpose, chosen, filled, purpose_of
+from rollmesh.client.arguments import PURPOSES, Purpose, chosen, filled
 from rollmesh.client.runs import RunCalls, numbered
 from rollmesh.client.sessions import Delivery, Rewards, SessionResult
 from rollmesh.mesh import CollectorDirectory
@@ -167,7 +167,8 @@ class Subscription(Background):
         await super().__aenter__()
         # However the task ends, nobody keeps waiting for its deliveries.
         if self._task is not None:
-            self._task.add_done_callback(lambda _: self._refuse(_ended()))
+            ended = ShuttingDownError("the subscription has ended; open another")
+            self._task.add_done_callback(lambda _: self._refuse(ended))
         return self
 
     def __aiter__(self) -> AsyncIterator[Delivery]:
@@ -217,7 +218,11 @@ class Subscription(Background):
                 filtered, page = await self._filtered(page)
                 missing -= filtered
                 if missing and now() - since_s > timeout_s:
-                    raise _missing(missing, timeout_s) from None
+                    names = ", ".join(sorted(group_id for _, group_id in missing)[:_MOST_NAMED])
+                    raise DeadlineError(
+                        f"{len(missing)} groups did not come in {timeout_s:g} s: {names}; a seat "
+                        "of each is open (client.abandon_seat), or the collector is away"
+                    ) from None
                 continue
             missing.discard((delivery.run_id, delivery.group_id))
             yield delivery
@@ -316,19 +321,16 @@ class Subscription(Background):
                     return
                 except (ConsumerMovedError, ConsumerUnknownError) as error:
                     self._created = isinstance(error, ConsumerMovedError)
-                    self._forget_waiting()
+                    # The collector resends deliveries that wait here, from the new position on.
+                    while not self._ready.empty():
+                        item = self._ready.get_nowait()
+                        if isinstance(item, Delivery):
+                            self._held.discard(item.delivery_id)
                 except RollmeshError as error:
                     _log.info("collector unreachable", extra=fields(error=str(error)))
                 await asyncio.sleep(self._backoff.next_s())
         finally:
             await self._collectors.aclose()
-
-    def _forget_waiting(self) -> None:
-        """Drops waiting deliveries. The collector resends those at or after the new position."""
-        while not self._ready.empty():
-            item = self._ready.get_nowait()
-            if isinstance(item, Delivery):
-                self._held.discard(item.delivery_id)
 
     def _refuse(self, error: RollmeshError) -> None:
         """Fails all current and future waits with an error. The first error wins."""
@@ -344,7 +346,15 @@ class Subscription(Background):
         self._outgoing = asyncio.Queue()
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
         if not self._created:
-            await self._create_or_update(stub)
+            try:
+                with typed_errors():
+                    made = await stub.CreateConsumer(self._create, timeout=_CALL_S)
+                said = fields(consumer=made.consumer.name, stored_units=made.stored_units)
+                _log.info("consumer created", extra=said)
+            except ConsumerExistsError:
+                update = collector_pb2.UpdateConsumerRequest(consumer=self._create.consumer)
+                with typed_errors():
+                    await stub.UpdateConsumer(update, timeout=_CALL_S)
             self._created = True
         if self._acknowledging:  # the broken stream may have lost them
             self._send_acknowledgements(list(self._acknowledging))
@@ -361,19 +371,6 @@ class Subscription(Background):
                         self._settle(response.acknowledged)
         finally:
             self._outgoing.put_nowait(None)  # ends the request iterator
-
-    async def _create_or_update(self, stub: "collector_pb2_grpc.CollectorServiceAsyncStub") -> None:
-        try:
-            with typed_errors():
-                made = await stub.CreateConsumer(self._create, timeout=_CALL_S)
-            _log.info(
-                "consumer created",
-                extra=fields(consumer=made.consumer.name, stored_units=made.stored_units),
-            )
-        except ConsumerExistsError:
-            update = collector_pb2.UpdateConsumerRequest(consumer=self._create.consumer)
-            with typed_errors():
-                await stub.UpdateConsumer(update, timeout=_CALL_S)
 
     def _take(self, proto: collector_pb2.Delivery) -> None:
         if proto.delivery_id in self._held:  # redelivered after a restart
@@ -404,18 +401,6 @@ class Subscription(Background):
             yield collector_pb2.SubscribeRequest(version=version)
         while (message := await outgoing.get()) is not None:
             yield message
-
-
-def _missing(groups: Collection[tuple[str, str]], timeout_s: float) -> DeadlineError:
-    names = ", ".join(sorted(group_id for _, group_id in groups)[:_MOST_NAMED])
-    return DeadlineError(
-        f"{len(groups)} groups did not come in {timeout_s:g} s: {names}; a seat of each is open "
-        "(client.abandon_seat), or the collector is away"
-    )
-
-
-def _ended() -> RollmeshError:
-    return ShuttingDownError("the subscription has ended; open another")
 
 
 def _check_credits(field: str, count: object, *, least: int) -> None:
@@ -526,7 +511,7 @@ class DeliveryCalls(RunCalls):
             group_size=group_size,
             reason=reason,
             model=model,
-            purpose=purpose_of(purpose),
+            purpose=chosen("purpose", purpose, PURPOSES),
             metadata=dict(metadata or {}),
             run_id=run_id,
         )
@@ -539,20 +524,13 @@ class DeliveryCalls(RunCalls):
         request = collector_pb2.SeekRequest(
             consumer=consumer, position=position, request_id=uuid.uuid4().hex
         )
-        sought: collector_pb2.SeekResponse
-        sought = await self._at_collector(lambda stub: stub.Seek, request)
-        return sought
+        return await self._at_collector(lambda stub: stub.Seek, request)
 
     async def consumers(self) -> list[collector_pb2.Consumer]:
         """Returns all consumers, ordered by name."""
         request = collector_pb2.ListConsumersRequest(page_size=_PAGE)
-        consumers: list[collector_pb2.Consumer] = []
-        while True:
-            page = await self._at_collector(lambda stub: stub.ListConsumers, request)
-            consumers += page.consumers
-            request.page_token = page.next_page_token
-            if not page.next_page_token:
-                return consumers
+        pages = self._pages(lambda stub: stub.ListConsumers, request)
+        return [one async for page in pages for one in page.consumers]
 
     async def update_consumer(self, changes: collector_pb2.Consumer) -> collector_pb2.Consumer:
         """Changes the settings of a consumer and returns it as it is now.
@@ -567,9 +545,7 @@ class DeliveryCalls(RunCalls):
             InvalidFieldError: A setting is invalid.
         """
         request = collector_pb2.UpdateConsumerRequest(consumer=changes, request_id=uuid.uuid4().hex)
-        response: collector_pb2.UpdateConsumerResponse
-        response = await self._at_collector(lambda stub: stub.UpdateConsumer, request)
-        return response.consumer
+        return (await self._at_collector(lambda stub: stub.UpdateConsumer, request)).consumer
 
     async def delete_consumer(self, consumer: str) -> None:
         """Deletes a consumer, which then retains no sessions.
@@ -596,17 +572,22 @@ class DeliveryCalls(RunCalls):
     async def filtered(self, consumer: str) -> list[collector_pb2.FilteredEntry]:
         """Returns the units filtered for a consumer, with reasons, oldest first."""
         request = collector_pb2.ListFilteredRequest(consumer=consumer, page_size=_PAGE)
-        entries: list[collector_pb2.FilteredEntry] = []
+        pages = self._pages(lambda stub: stub.ListFiltered, request)
+        return [one async for page in pages for one in page.entries]
+
+    async def _pages(
+        self,
+        method: Callable[["collector_pb2_grpc.CollectorServiceAsyncStub"], Any],
+        request: collector_pb2.ListConsumersRequest | collector_pb2.ListFilteredRequest,
+    ) -> AsyncIterator[Any]:
         while True:
-            page = await self._at_collector(lambda stub: stub.ListFiltered, request)
-            entries += page.entries
+            page = await self._at_collector(method, request)
+            yield page
             request.page_token = page.next_page_token
             if not page.next_page_token:
-                return entries
+                return
 
     async def stats(self) -> collector_pb2.GetStatsResponse:
         """Returns how much is stored. Streams and leases belong to one collector."""
-        stats: collector_pb2.GetStatsResponse
         request = collector_pb2.GetStatsRequest()
-        stats = await self._at_collector(lambda stub: stub.GetStats, request)
-        return stats
+        return await self._at_collector(lambda stub: stub.GetStats, request)

@@ -391,12 +391,16 @@ class _Run:
         lines = path.read_bytes().split(b"\n")
         for at, line in enumerate(lines[:-1]):
             try:
-                one = _attempt_of(json.loads(line))
+                read = json.loads(line)
+                policy = read["policy"] and EvaluatedPolicy(**read["policy"])
+                numerics = tuple(read["numerics"])
+                one = EvaluatedAttempt(**{**read, "policy": policy, "numerics": numerics})
             except (KeyError, TypeError, ValueError) as error:
                 raise InvalidFieldError(
                     "path", f"line {at + 1} of {path} is no attempt; give another file"
                 ) from error
-            if one.policy is not None and not self._is_of(one.policy):
+            own = self.version, self.settings.adapter, run_of(self.number)
+            if policy and (policy.policy_version, policy.adapter, policy.run) != own:
                 raise InvalidFieldError(
                     "path",
                     f"line {at + 1} of {path} is of {one.policy}, and this evaluation is of "
@@ -406,10 +410,6 @@ class _Run:
         if lines[-1]:  # of an evaluation that was killed
             with path.open("r+b") as file:
                 file.truncate(sum(len(line) + 1 for line in lines[:-1]))
-
-    def _is_of(self, policy: EvaluatedPolicy) -> bool:
-        number = number_of(policy.run, policy.policy_version)
-        return (number, policy.adapter) == (self.number, self.settings.adapter)
 
     def add(self, task: Any) -> None:
         """Adds the attempts at a task that have no result."""
@@ -442,8 +442,12 @@ class _Run:
             try:
                 await rollout(self.client, groups, **settings)
             finally:
-                await self._leave(consumer)
-            await self._check_unseen()
+                with suppress(ConsumerUnknownError):  # no session came so far
+                    await self.client.delete_consumer(consumer)
+            if self.unseen and not adapter:  # the tokens of such an attempt were not read
+                newest = await self.client.policy_version(self.settings.model)
+                if newest != self.version:
+                    raise PolicyVersionChangedError(self.number, self.tokens | {newest: 0})
         attempts = tuple(
             one
             for (name, at), one in sorted(self.results.items())
@@ -452,20 +456,8 @@ class _Run:
         policies = {one.policy for one in attempts if one.policy is not None}
         return Evaluation(attempts, next(iter(policies), None))
 
-    async def _check_unseen(self) -> None:
-        """Checks the version of attempts that exceeded their time: their tokens were not read."""
-        if self.settings.adapter or not self.unseen:
-            return
-        newest = await self.client.policy_version(self.settings.model)
-        if newest != self.version:
-            raise PolicyVersionChangedError(self.number, self.tokens | {newest: 0})
-
     def _is_mixed(self) -> bool:
         return bool(set(self.tokens) - {self.number})
-
-    async def _leave(self, consumer: str) -> None:
-        with suppress(ConsumerUnknownError):  # no session came so far
-            await self.client.delete_consumer(consumer)
 
     async def _delivered(self, outcome: SampleOutcome, session: SessionResult) -> None:
         sampled = Counter[int]()
@@ -516,8 +508,3 @@ class _Run:
                 file.write(json.dumps(asdict(one), ensure_ascii=False) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-
-
-def _attempt_of(line: dict[str, Any]) -> EvaluatedAttempt:
-    policy = line["policy"] and EvaluatedPolicy(**line["policy"])
-    return EvaluatedAttempt(**{**line, "policy": policy, "numerics": tuple(line["numerics"])})

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
-import grpc
+from google.protobuf.message import Message
 
 from rollmesh.client.connections import Connections, MeshAddresses
 from rollmesh.mesh import addresses_of
@@ -37,8 +37,6 @@ _KINDS = {
     router_pb2.REPLICA_KIND_COLLECTOR: "collector",
 }
 _AWAY = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
-_Found = TypeVar("_Found")
-_Ask = Callable[[grpc.aio.Channel], Awaitable[_Found]]
 
 
 @dataclass(slots=True)
@@ -114,24 +112,43 @@ class Observer(Connections):
                 group.create_task(self._ask(found, kind, name, address))
 
     async def _ask(self, found: _Look, kind: str, name: str, address: str) -> None:
-        """Asks one server, and notes its answer, or why there is none."""
-        server = Server(kind=kind, name=name)
-        silent = ""
-        for ask in (_metrics, _OF_KIND.get(kind)):
+        """Asks one server for its metrics and more, and notes its answers, or why it is silent."""
+        silent, known = "", dict[str, Any]()
+        metrics = server_pb2.GetMetricsRequest(names=[*METRICS, *_SHOWN])
+        for ask in ((ServerServiceStub, "GetMetrics", metrics), _OF_KIND.get(kind)):
             if ask is None or silent:
                 continue
+            stub, method, request = ask
+            before_ms, begun_ms = clock.unix_ms(), clock.monotonic_ms()
             try:
                 async with asyncio.timeout(_LOOK_S):
                     with typed_errors():
-                        answer = await ask(self._channel(address))
+                        call = getattr(stub_of(self._channel(address), stub), method)
+                        answer = await call(request, timeout=_LOOK_S)
             except TimeoutError:
                 silent = f"{address} gives no answer in {_LOOK_S:.0f} s"
+                continue
             except RollmeshError as error:
                 if error.code in _AWAY and error.reason != "STARTING":
                     silent = f"{address}: {error.message}"
-            else:
-                server = _noted(found, server, answer)
-        found.servers.append(replace(server, silent=silent[:_MOST_SAID]))
+                continue
+            match answer:
+                case server_pb2.GetMetricsResponse():
+                    took_ms = clock.monotonic_ms() - begun_ms
+                    samples: dict[str, dict[Labels, float]] = {}
+                    for one in answer.samples:
+                        labels = tuple(sorted(one.labels.items()))
+                        samples.setdefault(one.name, {})[labels] = one.value
+                    known = {"samples": samples, "doubt_ms": took_ms / 2}
+                    known["ahead_ms"] = answer.unix_ms - before_ms - took_ms / 2
+                case router_pb2.ListReplicasResponse():
+                    if found.members is None or len(answer.replicas) > len(found.members.replicas):
+                        found.members = answer
+                case collector_pb2.GetStatsResponse():
+                    found.stores.append(answer)
+                case _:
+                    found.sessions = [*(found.sessions or ()), *answer.sessions]
+        found.servers.append(Server(kind=kind, name=name, silent=silent[:_MOST_SAID], **known))
 
     async def _forget(self, addresses: set[str]) -> None:
         """Closes the channels of servers that are gone."""
@@ -148,58 +165,13 @@ def states_of(one: router_pb2.Replica) -> list[str]:
     return found + [f"circuit {circuit}"] * (circuit in ("open", "half_open"))
 
 
-def _noted(found: _Look, server: Server, answer: Any) -> Server:
-    """Adds an answer to the look. Returns the server with it."""
-    if isinstance(answer, Server):
-        return replace(answer, kind=server.kind, name=server.name)
-    if isinstance(answer, router_pb2.ListReplicasResponse):
-        if found.members is None or len(answer.replicas) > len(found.members.replicas):
-            found.members = answer
-    elif isinstance(answer, collector_pb2.GetStatsResponse):
-        found.stores.append(answer)
-    else:
-        found.sessions = [*(found.sessions or ()), *answer.sessions]
-    return server
-
-
-async def _metrics(channel: grpc.aio.Channel) -> Server:
-    """Returns the metrics of a server, and its clock."""
-    before_ms, begun_ms = clock.unix_ms(), clock.monotonic_ms()
-    stub = stub_of(channel, ServerServiceStub)
-    request = server_pb2.GetMetricsRequest(names=[*METRICS, *_SHOWN])
-    answer = await stub.GetMetrics(request, timeout=_LOOK_S)
-    took_ms = clock.monotonic_ms() - begun_ms
-    samples: dict[str, dict[Labels, float]] = {}
-    for one in answer.samples:
-        samples.setdefault(one.name, {})[tuple(sorted(one.labels.items()))] = one.value
-    return Server(
-        kind="",
-        name="",
-        samples=samples,
-        ahead_ms=answer.unix_ms - before_ms - took_ms / 2,
-        doubt_ms=took_ms / 2,
-    )
-
-
-async def _members(channel: grpc.aio.Channel) -> router_pb2.ListReplicasResponse:
-    stub = stub_of(channel, RouterServiceStub)
-    return await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=_LOOK_S)
-
-
-async def _sessions(channel: grpc.aio.Channel) -> gateway_admin_pb2.ListSessionsResponse:
-    stub = stub_of(channel, GatewayAdminServiceStub)
-    request = gateway_admin_pb2.ListSessionsRequest(page_size=_SESSIONS)
-    return await stub.ListSessions(request, timeout=_LOOK_S)
-
-
-async def _stats(channel: grpc.aio.Channel) -> collector_pb2.GetStatsResponse:
-    stub = stub_of(channel, CollectorServiceStub)
-    return await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=_LOOK_S)
-
-
-_OF_KIND: dict[str, _Ask[Any]] = {
-    "router": _members,
-    "gateway": _sessions,
-    "collector": _stats,
+_OF_KIND: dict[str, tuple[Any, str, Message]] = {
+    "router": (RouterServiceStub, "ListReplicas", router_pb2.ListReplicasRequest()),
+    "gateway": (
+        GatewayAdminServiceStub,
+        "ListSessions",
+        gateway_admin_pb2.ListSessionsRequest(page_size=_SESSIONS),
+    ),
+    "collector": (CollectorServiceStub, "GetStats", collector_pb2.GetStatsRequest()),
 }
 """The question to a server of a kind, beside its metrics."""

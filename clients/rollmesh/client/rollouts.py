@@ -43,20 +43,15 @@ from functools import partial
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
 from rollmesh.client.arguments import (
+    PURPOSES,
     Budget,
     Column,
     ExportForm,
     Purpose,
     SamplingPolicy,
-    budget_of,
-    choices_of,
-    export_mode,
-    kinds_of,
-    policy_of,
-    purpose_of,
-    read_sampling,
+    chosen,
 )
-from rollmesh.client.arrivals import Arrival, Arrivals
+from rollmesh.client.arrivals import Arrivals
 from rollmesh.client.client import Client
 from rollmesh.client.deliveries import SubscribeOptions, Subscription
 from rollmesh.client.failures import is_infrastructure, text_of
@@ -319,7 +314,14 @@ async def supervised(
         AgentExitedError: The agent raised SystemExit, KeyboardInterrupt or CancelledError.
         Exception: The agent raised it.
     """
-    task = asyncio.get_running_loop().create_task(_contained(agent))
+
+    async def contained() -> _Result:
+        try:
+            return await agent
+        except (SystemExit, KeyboardInterrupt) as error:  # must not stop the event loop
+            raise AgentExitedError(f"the agent raised {error!r}") from error
+
+    task = asyncio.get_running_loop().create_task(contained())
     try:
         ends: set[asyncio.Future[Any]] = {task, stop}
         await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -334,14 +336,6 @@ async def supervised(
     if task.cancelled():
         raise AgentExitedError("the agent raised CancelledError; nobody cancelled it")
     return task.result()
-
-
-async def _contained(agent: Coroutine[Any, Any, _Result]) -> _Result:
-    """Prevents an agent that exits from stopping the event loop."""
-    try:
-        return await agent
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise AgentExitedError(f"the agent raised {error!r}") from error
 
 
 async def _end(task: asyncio.Task[Any], grace_s: float) -> None:
@@ -543,15 +537,19 @@ class RolloutSettings:
                 "consumer", "needs on_session and on_session needs consumer; give both"
             )
         needed_of(self.needed, self.n)
-        export_mode(self.export)
-        purpose_of(self.purpose)
-        read_sampling(self.sampling)
-        choices_of(self.adapters)
-        kinds_of(self.columns)
-        policy_of(self.sampling_policy)
-        budget_of(self.budget)
+        Client.session_request(**self.of_sessions())
         if self.runner is not None:
             find_runner(self.runner)
+
+    def of_sessions(self) -> dict[str, Any]:
+        """Returns the settings of its sessions: arguments of `Client.session_request`."""
+        return {name: getattr(self, name) for name in _OF_SESSIONS}
+
+
+_OF_SESSIONS = (
+    *("model", "adapters", "columns", "sampling", "sampling_policy"),
+    *("export", "purpose", "budget", "record_messages"),
+)
 
 
 # The state of a rollout, and the ids that its sessions are found by.
@@ -678,9 +676,8 @@ class Attempts:
         self._limits = settings.limits
         self._retries = settings.retries
         self._errors: set[str] = set()
-        limits, reward = settings.limits, settings.reward
-        self._score = reward and RewardCalls(
-            reward, timeout_s=limits.reward_s, threads=settings.reward_threads
+        self._score = settings.reward and RewardCalls(
+            settings.reward, timeout_s=settings.limits.reward_s, threads=settings.reward_threads
         )
 
     async def run(self, seat: Seat) -> SampleOutcome:
@@ -888,7 +885,8 @@ class Attempts:
             InvalidFieldError: The rewards do not fit the session, which is still open.
             RollmeshError: The close was not confirmed.
         """
-        async with self._awaited(session) as arrival:
+        arrivals = self._arrivals
+        async with arrivals.awaited(session.session_id) if arrivals else nullcontext() as arrival:
             await self._close(session, "COMPLETED")
             outcome = ended()
             if arrival is None or self._settings.on_session is None:
@@ -907,30 +905,23 @@ class Attempts:
         """
         if self._settings.on_session is None or outcome.outcome != "COMPLETED":
             return outcome
+        # Once it has a reward, or need not wait for one.
+        wait, wait_ms = Backoff(0.1, 1.0), self._settings.reward_timeout_ms or 0
+        until_ms = clock.monotonic_ms() + min(wait_ms, self._limits.delivery_s * 1000)
         try:
-            stored = await self._stored(outcome.session_id)
+            stored = await self._client.stored_session(outcome.session_id)
+            while stored.reward is None and clock.monotonic_ms() < until_ms:
+                await asyncio.sleep(wait.next_s())
+                stored = await self._client.stored_session(outcome.session_id)
             await self._settings.on_session(outcome, stored)
         except Exception as error:  # the trainer's code failed, or the session was removed
             return self._not_taken(seat, outcome, error)
         return outcome
 
-    async def _stored(self, session_id: str) -> SessionResult:
-        """Returns a session from the collector, once it has a reward or need not wait for one."""
-        wait, wait_ms = Backoff(0.1, 1.0), self._settings.reward_timeout_ms or 0
-        until_ms = clock.monotonic_ms() + min(wait_ms, self._limits.delivery_s * 1000)
-        while True:
-            stored = await self._client.stored_session(session_id)
-            if stored.reward is not None or clock.monotonic_ms() >= until_ms:
-                return stored
-            await asyncio.sleep(wait.next_s())
-
     def _not_taken(self, seat: Seat, outcome: SampleOutcome, error: Exception) -> SampleOutcome:
         said, kind = text_of(error), type(error).__name__
         self._report("session not taken", error, seat, outcome.attempts, outcome.session_id)
         return replace(outcome, outcome="FAILED", result=None, error=said, error_type=kind)
-
-    def _awaited(self, session: Session) -> AbstractAsyncContextManager[Arrival | None]:
-        return self._arrivals.awaited(session.session_id) if self._arrivals else nullcontext()
 
     async def _work(self, seat: Seat, session: Session) -> Any:
         """Runs and scores the agent. Returns the runner's result."""
@@ -1032,21 +1023,13 @@ class Attempts:
             seed = self._state.seed_of(seat.group, seat.index, max(failures, 0))
             sampling = {"seed": seed, **(sampling or {})}
         return self._client.session_request(
-            model=self._settings.model,
+            **{**self._settings.of_sessions(), "sampling": sampling},
             run_id=seat.group.run_id,
             group_id=seat.group.group_id,
             sample_index=seat.index,
             group_size=seat.group.size,
-            sampling=sampling,
             request_id=self._state.request_id(seat.group, seat.index, attempt),
-            adapters=self._settings.adapters,
-            columns=self._settings.columns,
-            sampling_policy=self._settings.sampling_policy,
             metadata=metadata,
-            export=self._settings.export,
-            purpose=self._settings.purpose,
-            budget=self._settings.budget,
-            record_messages=self._settings.record_messages,
             start=seat.group.start,
         )
 
@@ -1255,28 +1238,21 @@ def showing(total: int | None, *, wanted: bool | None) -> Iterator[Show]:
     if not (sys.stderr.isatty() if wanted is None else wanted):
         yield lambda _: None
         return
-    last: tuple[int, RolloutSummary | None] = (clock.monotonic_ms(), None)
+    written_ms, last = clock.monotonic_ms(), None
+    of = "" if total is None else f"/{total}"
 
-    def show(summary: RolloutSummary) -> None:
-        nonlocal last
-        now = clock.monotonic_ms()
-        if now - last[0] < _LINE_MS:
-            last = (last[0], summary)
-            return
-        _write(summary, total)
-        last = (now, None)
+    def show(summary: RolloutSummary | None, after_ms: int = _LINE_MS) -> None:
+        nonlocal written_ms, last
+        last, now_ms = summary, clock.monotonic_ms()
+        if summary is not None and now_ms - written_ms >= after_ms:
+            sys.stderr.write(f"rollout {summary.counts.total()}{of}: {summary}\n")
+            sys.stderr.flush()
+            written_ms, last = now_ms, None
 
     try:
         yield show
     finally:
-        if last[1] is not None:
-            _write(last[1], total)
-
-
-def _write(summary: RolloutSummary, total: int | None) -> None:
-    of = "" if total is None else f"/{total}"
-    sys.stderr.write(f"rollout {summary.counts.total()}{of}: {summary}\n")
-    sys.stderr.flush()
+        show(last, after_ms=0)
 
 
 Samples: TypeAlias = Iterable[Any] | AsyncIterable[Any]
@@ -1535,7 +1511,7 @@ def _deliveries(
         credits=settings.concurrency,
         options=SubscribeOptions(
             filter=collector_pb2.DeliveryFilter(
-                model=settings.model, purposes=[purpose_of(settings.purpose)]
+                model=settings.model, purposes=[chosen("purpose", settings.purpose, PURPOSES)]
             ),
             teacher=settings.teacher,
             top_k=settings.teacher_top_k,

@@ -6,12 +6,16 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.client.arguments import (
+    EXPORT_FORMS,
+    OUTCOMES,
+    POLICIES,
+    PURPOSES,
     Budget,
     Column,
     ExportForm,
@@ -19,12 +23,8 @@ from rollmesh.client.arguments import (
     SamplingPolicy,
     budget_of,
     choices_of,
-    export_mode,
+    chosen,
     filled,
-    kinds_of,
-    outcome_of,
-    policy_of,
-    purpose_of,
     read_sampling,
 )
 from rollmesh.client.failures import is_infrastructure
@@ -35,6 +35,7 @@ from rollmesh.client.starts import Start
 from rollmesh.mesh import retried
 from rollmesh.runtime import run_of, version_of
 from rollmesh.runtime.codec import (
+    KINDS,
     Columns,
     Conversation,
     Logprobs,
@@ -88,8 +89,12 @@ class Rewards:
         Raises:
             InvalidFieldError: A reward is not a finite number, or an id belongs to another session.
         """
-        values = (*self.trajectories.values(), *self.turns.values())
-        _check_finite(values if self.session is None else (self.session, *values))
+        own = [] if self.session is None else [self.session]
+        for reward in (*own, *self.trajectories.values(), *self.turns.values()):
+            with suppress(TypeError):  # no number at all
+                if math.isfinite(reward):
+                    continue
+            raise InvalidFieldError("rewards", f"{reward!r} is not a finite number")
         return session_pb2.SessionRewards(
             reward=self.session,
             trajectory_rewards={
@@ -117,7 +122,15 @@ def read_rewards(value: object) -> Rewards:
     if isinstance(value, Rewards):
         return value
     if isinstance(value, Mapping):
-        return _of_mapping(value)
+        reward = value.get("reward")
+        parts = [value.get(name) or {} for name in ("trajectory_rewards", "turn_rewards")]
+        try:
+            trajectories, turns = ({key: float(part[key]) for key in part} for part in parts)
+            return Rewards(None if reward is None else float(reward), trajectories, turns)
+        except (TypeError, ValueError) as error:
+            raise InvalidFieldError(
+                "reward", f"{value!r:.200} has a value that is not a number"
+            ) from error
     try:
         return Rewards(session=float(value))  # type: ignore[arg-type]  # NumPy's and torch's too
     except (TypeError, ValueError) as error:
@@ -125,18 +138,6 @@ def read_rewards(value: object) -> Rewards:
             "reward",
             f"is a {type(value).__name__}; return a number, Rewards or None, "
             "or give the rollout a reward function that reads it",
-        ) from error
-
-
-def _of_mapping(value: Mapping[str, Any]) -> Rewards:
-    reward = value.get("reward")
-    parts = [value.get(name) or {} for name in ("trajectory_rewards", "turn_rewards")]
-    try:
-        trajectories, turns = ({key: float(part[key]) for key in part} for part in parts)
-        return Rewards(None if reward is None else float(reward), trajectories, turns)
-    except (TypeError, ValueError) as error:
-        raise InvalidFieldError(
-            "reward", f"{value!r:.200} has a value that is not a number"
         ) from error
 
 
@@ -151,14 +152,6 @@ def _node_id(turn: str | int, session_id: str) -> int:
             turn=turn,
         )
     return int(node_id)
-
-
-def _check_finite(rewards: Iterable[float]) -> None:
-    for reward in rewards:
-        with suppress(TypeError):  # no number at all
-            if math.isfinite(reward):
-                continue
-        raise InvalidFieldError("rewards", f"{reward!r} is not a finite number")
 
 
 Outcome: TypeAlias = Literal["COMPLETED", "FAILED", "ABORTED", "LOST"]
@@ -328,20 +321,21 @@ class SessionCalls(RunCalls):
         Raises:
             InvalidFieldError: An argument is invalid.
         """
+        policy = sampling_policy and chosen("sampling_policy", sampling_policy, POLICIES)
         return filled(
             gateway_pb2.CreateSessionRequest,
             model=model or (start.model if start else ""),
             adapters=choices_of(adapters),
-            columns=kinds_of(columns),
+            columns=[chosen(f"columns[{at}]", one, KINDS) for at, one in enumerate(columns)],
             request_id=request_id,
             group_id=group_id,
             sample_index=sample_index,
             group_size=group_size,
             sampling=read_sampling(sampling),
-            sampling_policy=policy_of(sampling_policy),
+            sampling_policy=policy,
             metadata=dict(metadata or {}),
-            export_mode=export_mode(export),
-            purpose=purpose_of(purpose),
+            export_mode=chosen("export", export, EXPORT_FORMS),
+            purpose=chosen("purpose", purpose, PURPOSES),
             run_id=run_id,
             budget=budget_of(budget),
             record_messages=record_messages,
@@ -418,7 +412,7 @@ class SessionCalls(RunCalls):
             gateway_pb2.CloseSessionRequest,
             session_id=session.session_id,
             session_key=session.api_key,
-            outcome=outcome_of(outcome),
+            outcome=chosen("outcome", outcome, OUTCOMES),
             metadata={**session.metadata, **(metadata or {})},
             rewards=session.rewards.to_proto(session.session_id),
             superseded=superseded,
@@ -508,32 +502,6 @@ def _rekey(session: Session, key: str) -> None:
     session.api_key = key
 
 
-# The token arrays of trajectories and trees.
-
-
-class TokenColumns(NamedTuple):
-    """One value per token, in arrays of equal length N."""
-
-    token_ids: TokenIds
-    """uint32 [N]."""
-    logprobs: Logprobs
-    """float32 [N]."""
-    loss_mask: Mask
-    """bool [N]."""
-    policy_versions: NDArray[np.int64]
-    """int64 [N]. -1 for tokens that were not sampled."""
-
-
-def read_tokens(proto: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree) -> TokenColumns:
-    """Reads the tokens of a trajectory or a tree, without a copy.
-
-    Raises:
-        InvalidFieldError: The arrays differ in length.
-    """
-    token_ids, logprobs, mask = unpack_tokens(proto.tokens, "tokens")
-    return TokenColumns(token_ids, logprobs, mask, of_spans(proto, len(token_ids), version_of))
-
-
 def reason_names(reasons: Iterable[trajectory_pb2.FidelityReason.ValueType]) -> tuple[str, ...]:
     """Returns the names of reasons. `UNKNOWN_99` for a value that only a newer mesh knows."""
     return tuple(name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason) for reason in reasons)
@@ -604,14 +572,14 @@ class TrajectoryTree:
             InvalidFieldError: Arrays differ in length, nodes do not cover them, or a child
                 precedes its parent.
         """
-        arrays = read_tokens(proto)
+        token_ids, logprobs, loss_mask = unpack_tokens(proto.tokens, "tokens")
         parents = np.array(
             [node.parent_index if node.HasField("parent_index") else -1 for node in proto.nodes],
             np.int64,
         )
         bounds = np.array([0, *(node.end for node in proto.nodes)], np.int64)
         sizes = np.diff(bounds)
-        if bounds[-1] != len(arrays.token_ids) or (sizes < 0).any():
+        if bounds[-1] != len(token_ids) or (sizes < 0).any():
             raise InvalidFieldError("tree.nodes", "do not cover all tokens; the answer is damaged")
         if (parents >= np.arange(len(parents))).any():
             problem = "lists a child before its parent; the answer is damaged"
@@ -621,8 +589,11 @@ class TrajectoryTree:
             ends[at] = ends[parent] + sizes[at]
         offsets = ends[:-1] - bounds[1:]
         return cls(
-            *arrays,
-            policy_runs=of_spans(proto, len(arrays.token_ids), run_of),
+            token_ids,
+            logprobs,
+            loss_mask,
+            policy_versions=of_spans(proto, len(token_ids), version_of),
+            policy_runs=of_spans(proto, len(token_ids), run_of),
             position_ids=np.arange(bounds[-1]) + np.repeat(offsets, sizes),
             node_index=np.repeat(np.arange(len(parents)), sizes),
             parents=parents,
@@ -739,16 +710,22 @@ class Trajectory:
         Raises:
             InvalidFieldError: The arrays differ in length.
         """
-        arrays = read_tokens(proto)
+        token_ids, logprobs, loss_mask = unpack_tokens(proto.tokens, "tokens")
+        teacher = None
+        if proto.HasField("teacher"):
+            request = engine_pb2.ScoreTokensRequest(
+                token_ids_u32le=proto.tokens.token_ids_u32le, start=proto.teacher.start
+            )
+            teacher = read_scores(request, proto.teacher)
         path = trajectory_pb2.Trajectory(leaf_node_id=proto.leaf_node_id)
         path.segments.MergeFrom(proto.segments)
         path.version_spans.MergeFrom(proto.version_spans)
         return cls(
             proto.trajectory_id,
-            arrays.token_ids,
-            arrays.logprobs,
-            arrays.loss_mask,
-            arrays.policy_versions,
+            token_ids,
+            logprobs,
+            loss_mask,
+            of_spans(proto, len(token_ids), version_of),
             proto.prompt_tokens,
             proto.turns,
             name_of(trajectory_pb2.Lineage.DESCRIPTOR, proto.lineage),
@@ -756,7 +733,7 @@ class Trajectory:
             path,
             proto.reward if proto.HasField("reward") else None,
             read_images(proto),
-            _teacher(proto),
+            teacher,
             Columns.read(proto),
             name_of(
                 trajectory_pb2.LineageSource.DESCRIPTOR,
@@ -764,15 +741,6 @@ class Trajectory:
             ),
             name_of(_RULE, proto.lineage_rule) if proto.lineage_rule else "",
         )
-
-
-def _teacher(proto: trajectory_pb2.Trajectory) -> Scores | None:
-    if not proto.HasField("teacher"):
-        return None
-    request = engine_pb2.ScoreTokensRequest(
-        token_ids_u32le=proto.tokens.token_ids_u32le, start=proto.teacher.start
-    )
-    return read_scores(request, proto.teacher)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,6 @@ class StateCalls(RunCalls):
             keep=keep,
             run=run.number,
         )
-        response: collector_pb2.CreateCheckpointResponse
         response = await self._at_collector(
             lambda stub: stub.CreateCheckpoint, request, ConsumerUnknownError
         )
@@ -106,7 +105,6 @@ class StateCalls(RunCalls):
             request_id=uuid.uuid4().hex,
             policy_run=self._only_run(run),
         )
-        response: collector_pb2.RestoreCheckpointResponse
         response = await self._at_collector(lambda stub: stub.RestoreCheckpoint, request)
         return response.again
 
@@ -158,7 +156,6 @@ class StateCalls(RunCalls):
         report = filled(collector_pb2.TrainingStep, step=step, metrics=numbers)
         number = self._only_run(run).number
         request = collector_pb2.ReportStepRequest(consumer=consumer, step=report, run=number)
-        response: collector_pb2.ReportStepResponse
         response = await self._at_collector(lambda stub: stub.ReportStep, request)
         for alarm in response.alarms:
             _log.warning(alarm.message, extra=fields(alarm=alarm.name, consumer=consumer))
@@ -211,7 +208,6 @@ class StateCalls(RunCalls):
             InvalidFieldError: `last` is invalid.
         """
         request = filled(collector_pb2.ListStepsRequest, consumer=consumer, page_size=last)
-        response: collector_pb2.ListStepsResponse
         response = await self._at_collector(lambda stub: stub.ListSteps, request)
         return list(response.steps)
 

@@ -7,6 +7,7 @@ import math
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -401,7 +402,14 @@ class WeightCalls(RunCalls):
         found = await asyncio.to_thread(deltas.difference, weights)
         response = None
         if found is not None:
-            response = await self._push_difference(header, found, deltas.push_id)
+            tensors, sums = found.tensors, found.checksums
+            header.base_push_id = deltas.push_id
+            header.safetensors_bytes, _ = file_of(tensors, sums)
+            with suppress(WeightsBaseError):
+                response = await self._push(header, lambda: file_of(tensors, sums)[1])
+            # The mesh lacks the weights that the difference changes.
+            if response and response.policy_version != header.policy_version:
+                response = None if _lack_base(response) else response
         if response is None:
             found, header.base_push_id, header.request_id = None, "", uuid.uuid4().hex
             header.safetensors_bytes, _ = file_of(weights)
@@ -410,20 +418,6 @@ class WeightCalls(RunCalls):
             push_id = "" if _lack_base(response) else response.push_id
             await asyncio.to_thread(deltas.pushed, weights, found, push_id)
         return response
-
-    async def _push_difference(
-        self, header: router_pb2.PushWeightsHeader, found: Difference, base_push_id: str
-    ) -> router_pb2.PushWeightsResponse | None:
-        """Pushes a difference. Returns None if the mesh lacks the weights that it changes."""
-        tensors, sums = found.tensors, found.checksums
-        header.base_push_id = base_push_id
-        header.safetensors_bytes, _ = file_of(tensors, sums)
-        try:
-            response = await self._push(header, lambda: file_of(tensors, sums)[1])
-        except WeightsBaseError:
-            return None
-        accepted = response.policy_version == header.policy_version
-        return response if accepted or not _lack_base(response) else None
 
     async def push_adapter(
         self,
