@@ -321,7 +321,6 @@ class SessionCalls(RunCalls):
         Raises:
             InvalidFieldError: An argument is invalid.
         """
-        policy = sampling_policy and chosen("sampling_policy", sampling_policy, POLICIES)
         return filled(
             gateway_pb2.CreateSessionRequest,
             model=model or (start.model if start else ""),
@@ -332,7 +331,9 @@ class SessionCalls(RunCalls):
             sample_index=sample_index,
             group_size=group_size,
             sampling=read_sampling(sampling),
-            sampling_policy=policy,
+            sampling_policy=None
+            if sampling_policy is None
+            else chosen("sampling_policy", sampling_policy, POLICIES),
             metadata=dict(metadata or {}),
             export_mode=chosen("export", export, EXPORT_FORMS),
             purpose=chosen("purpose", purpose, PURPOSES),

@@ -90,20 +90,15 @@ class Scoring:
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):
                 group.create_task(self._work(scorer))
-            while True:
-                await self._take_over()
+            while True:  # an earlier process or a dead collector may have left sessions
+                try:
+                    if room := self._waiting.maxsize - self._waiting.qsize():
+                        for session_id in await self._store.to_score(room):
+                            self.add(session_id)
+                except (StoreAwayError, StoreFullError, StoreError) as error:
+                    said = fields(reason=error.reason, error=str(error))
+                    _log.warning("store failed", extra=said)
                 await asyncio.sleep(_TAKE_OVER_S)
-
-    async def _take_over(self) -> None:
-        """Queues sessions left by an earlier process or a dead collector."""
-        room = self._waiting.maxsize - self._waiting.qsize()
-        if not room:
-            return
-        try:
-            for session_id in await self._store.to_score(room):
-                self.add(session_id)
-        except (StoreAwayError, StoreFullError, StoreError) as error:
-            _log.warning("store failed", extra=fields(reason=error.reason, error=str(error)))
 
     async def _work(self, scorer: grpc.aio.Channel) -> None:
         while True:

@@ -14,7 +14,7 @@ import sqlite3
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from rollmesh.collector.log import Arrival, damaged, split
 from rollmesh.collector.store import (
@@ -67,13 +67,6 @@ class Place(NamedTuple):
     """Length, bytes."""
 
 
-def _is_ours(path: Path) -> bool:
-    """Returns whether a file is named like those of `ArrayFiles`."""
-    name = path.name
-    number = len(name) <= _MAX_DIGITS and name.isascii() and name.isdigit()
-    return number and name == str(int(name)) and path.is_file() and not path.is_symlink()
-
-
 class ArrayFiles:
     """The array files of one directory, by number."""
 
@@ -88,16 +81,24 @@ class ArrayFiles:
         Raises:
             StoreError: The directory cannot be written.
         """
+        found: set[int] = set()
+        foreign: list[str] = []
         with self._typed():
             self._folder.mkdir(exist_ok=True)
-            found = {path.name for path in self._folder.iterdir() if _is_ours(path)}
-            foreign = sorted(path.name for path in self._folder.iterdir() if not _is_ours(path))
+            for path in self._folder.iterdir():
+                name = path.name
+                is_number = len(name) <= _MAX_DIGITS and name.isascii() and name.isdigit()
+                is_file = path.is_file() and not path.is_symlink()
+                if is_file and is_number and name == str(int(name)):
+                    found.add(int(name))
+                else:
+                    foreign.append(name)
         if foreign:
             _log.warning(
                 "array directory holds other files, which are kept",
-                extra=fields(folder=self._folder, count=len(foreign), first=foreign[:3]),
+                extra=fields(folder=self._folder, count=len(foreign), first=sorted(foreign)[:3]),
             )
-        self.remove({int(name) for name in found} - set(files))
+        self.remove(found - set(files))
         self._numbers = itertools.count(max(files, default=0) + 1)
 
     def write(self, sessions: Sequence[Sequence[bytes]]) -> list[Place]:
@@ -109,26 +110,28 @@ class ArrayFiles:
         """
         sizes = [sum(map(len, pieces)) for pieces in sessions]
         with self._typed():
-            file, target = self._open_next()
+            while True:
+                file = next(self._numbers)
+                with suppress(FileExistsError):  # taken in the directory
+                    target = self._path(file).open("xb")
+                    break
         try:
             with self._typed():
                 with target:
                     target.writelines(itertools.chain.from_iterable(sessions))
                     target.flush()
                     os.fdatasync(target.fileno())
-                self._sync_names()
+                # Without that a new file may have no name after a crash.
+                descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
         except (StoreFullError, StoreError):
             self.remove([file])
             raise
         begins = itertools.accumulate(sizes, initial=0)
         return [Place(file, at, size) for at, size in zip(begins, sizes, strict=False)]
-
-    def _open_next(self) -> tuple[int, BinaryIO]:
-        """Creates the next file, skipping numbers that are already taken in the directory."""
-        while True:
-            file = next(self._numbers)
-            with suppress(FileExistsError):
-                return file, self._path(file).open("xb")
 
     def read(self, session_id: str, place: Place) -> bytes:
         """Returns the arrays of a session.
@@ -168,14 +171,6 @@ class ArrayFiles:
 
     def _path(self, file: int) -> Path:
         return self._folder / str(file)
-
-    def _sync_names(self) -> None:
-        """Fsyncs the directory. Without that a new file may have no name after a crash."""
-        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
     @contextmanager
     def _typed(self) -> Iterator[None]:
