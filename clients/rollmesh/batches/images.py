@@ -78,7 +78,10 @@ class ImageProcessor:
         positions = np.arange(count, dtype=np.int64)
         if self.has_grid_positions:
             positions = grid_positions(count, images, grids)
-        return ImageInputs(tensors, positions, _token_types(count, images))
+        token_types = np.zeros(count, np.int64)
+        for image in images:
+            token_types[image.start : image.start + image.tokens] = 1
+        return ImageInputs(tensors, positions, token_types)
 
     def _processed(
         self, session: SessionResult, images: Sequence[trajectory_pb2.TrajectoryImage]
@@ -163,13 +166,6 @@ def grid_positions(
         position += max(height, width)
     positions[:, at:] = np.arange(position, position + count - at)
     return positions
-
-
-def _token_types(count: int, images: Sequence[trajectory_pb2.TrajectoryImage]) -> NDArray[np.int64]:
-    token_types = np.zeros(count, np.int64)
-    for image in images:
-        token_types[image.start : image.start + image.tokens] = 1
-    return token_types
 
 
 def _has_sections(config: object) -> bool:

@@ -1,6 +1,6 @@
 """Batches of fixed shape: padded with one trajectory per row, or packed with several per row."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -210,7 +210,10 @@ def _lay_out(
     ]
     columns = lay_out(rows, places, shape, pad_id, inputs)
     segment_ids = np.zeros(shape, np.int32)
-    number = _numbers(cells)
+    number: dict[Cell, int] = {}  # of the trajectories of each row, from 1, by column
+    in_row: dict[int, int] = {}
+    for cell in sorted(cells):
+        in_row[cell[0]] = number[cell] = in_row.get(cell[0], 0) + 1
     for here, cell in zip(places, cells, strict=True):
         segment_ids[here] = number[cell]
     return Batch(
@@ -223,12 +226,3 @@ def _lay_out(
         left_out=tuple(left_out),
         images=inputs,
     )
-
-
-def _numbers(cells: Sequence[Cell]) -> Mapping[Cell, int]:
-    """Numbers the trajectories of each row from 1, by column."""
-    numbers: dict[Cell, int] = {}
-    in_row: dict[int, int] = {}
-    for cell in sorted(cells):
-        in_row[cell[0]] = numbers[cell] = in_row.get(cell[0], 0) + 1
-    return numbers

@@ -270,11 +270,11 @@ class TrajectoryColumns:
 def trajectory_columns(rows: Sequence[Row]) -> TrajectoryColumns:
     """Returns the columns of rows, in their order."""
     return TrajectoryColumns(
-        trajectory_ids=tuple(row.trajectory.trajectory_id for row in rows),
-        session_ids=tuple(row.session.session_id for row in rows),
-        group_ids=tuple(row.group_id for row in rows),
-        lineages=tuple(row.trajectory.lineage for row in rows),
-        reasons=tuple(row.trajectory.reasons for row in rows),
+        trajectory_ids=tuple([row.trajectory.trajectory_id for row in rows]),
+        session_ids=tuple([row.session.session_id for row in rows]),
+        group_ids=tuple([row.group_id for row in rows]),
+        lineages=tuple([row.trajectory.lineage for row in rows]),
+        reasons=tuple([row.trajectory.reasons for row in rows]),
         group_index=_indexes([row.session.group for row in rows]),
         session_index=_indexes([row.session.session_id for row in rows]),
         sample_index=np.array([row.session.sample_index for row in rows], np.int64),

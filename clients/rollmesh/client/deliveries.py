@@ -365,31 +365,29 @@ class Subscription(Background):
             async with aclosing(read_stream(call)) as responses:
                 async for response in responses:
                     self._backoff.reset()
-                    if response.HasField("delivery"):
-                        self._take(response.delivery)
-                    else:
-                        self._settle(response.acknowledged)
+                    for delivery_id in response.acknowledged.delivery_ids:
+                        self._held.discard(delivery_id)
+                        future = self._acknowledging.pop(delivery_id, None)
+                        if future is not None and not future.done():
+                            future.set_result(None)
+                    if not response.HasField("delivery"):
+                        continue
+                    proto = response.delivery
+                    if proto.delivery_id in self._held:  # redelivered after a restart
+                        self._grant(1)
+                        continue
+                    self._held.add(proto.delivery_id)
+                    delivery = Delivery(
+                        proto.delivery_id,
+                        proto.attempt,
+                        tuple(map(SessionResult.from_proto, proto.sessions)),
+                        tuple(proto.removed),
+                        proto.partial,
+                        tuple(proto.sessions) if self._records else (),
+                    )
+                    self._ready.put_nowait(delivery)
         finally:
             self._outgoing.put_nowait(None)  # ends the request iterator
-
-    def _take(self, proto: collector_pb2.Delivery) -> None:
-        if proto.delivery_id in self._held:  # redelivered after a restart
-            self._grant(1)
-            return
-        self._held.add(proto.delivery_id)
-        sessions = tuple(map(SessionResult.from_proto, proto.sessions))
-        records = tuple(proto.sessions) if self._records else ()
-        delivery = Delivery(
-            proto.delivery_id, proto.attempt, sessions, tuple(proto.removed), proto.partial, records
-        )
-        self._ready.put_nowait(delivery)
-
-    def _settle(self, acknowledged: collector_pb2.Acknowledged) -> None:
-        for delivery_id in acknowledged.delivery_ids:
-            self._held.discard(delivery_id)
-            future = self._acknowledging.pop(delivery_id, None)
-            if future is not None and not future.done():
-                future.set_result(None)
 
     async def _requests(
         self, outgoing: asyncio.Queue[collector_pb2.SubscribeRequest | None]

@@ -1,17 +1,16 @@
 """The client's control calls, each to all engines of a model at once."""
 
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
 from rollmesh.client.arguments import chosen
 from rollmesh.client.connections import Connections
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.v1 import engine_pb2, router_pb2_grpc
+from rollmesh.v1 import engine_pb2
 
 _TIMEOUT_S = 600.0
 _Control: TypeAlias = engine_pb2.ControlEnginesRequest
-RouterMethod: TypeAlias = Callable[["router_pb2_grpc.RouterServiceAsyncStub"], Callable[..., Any]]
 PauseModeName = Literal["keep", "abort", "wait"]
 PAUSE_MODES = {
     "keep": engine_pb2.PAUSE_MODE_KEEP,
@@ -35,13 +34,6 @@ class EngineControlError(RollmeshError):
         failed = [result for result in results if result.status.code]
         super().__init__("; ".join(f"{one.engine_id}: {one.status.message}" for one in failed))
         self.results = list(results)
-
-
-class _Response(Protocol):
-    @property
-    def results(self) -> Sequence[engine_pb2.EngineResult]:
-        """One result per engine."""
-        ...
 
 
 class EngineCalls(Connections):
@@ -94,13 +86,8 @@ class EngineCalls(Connections):
 
     async def _control(self, model: str, **action: Any) -> list[engine_pb2.EngineResult]:
         request = _Control(model=model, request_id=uuid.uuid4().hex, **action)
-        return await self._controlled(lambda router: router.ControlEngines, request)
-
-    async def _controlled(
-        self, method: RouterMethod, request: Any
-    ) -> list[engine_pb2.EngineResult]:
-        response: _Response = await self._routers.repeat(
-            lambda router: method(router)(request, timeout=_TIMEOUT_S)
+        response = await self._routers.repeat(
+            lambda router: router.ControlEngines(request, timeout=_TIMEOUT_S)
         )
         results = list(response.results)
         if any(result.status.code for result in results):

@@ -97,7 +97,8 @@ class Observer(Connections):
             for one in addresses_of(getattr(self.addresses, kind)):
                 targets.setdefault(one, (kind, one, one))
         await self._ask_all(found, targets.values())
-        await self._forget({*routers, *targets})
+        for gone in self._channels.keys() - {*routers, *targets}:
+            await self._channels.pop(gone).close()
         return Observation(
             at_ms=at_ms,
             servers=sorted(found.servers, key=lambda one: (one.kind, one.name)),
@@ -149,11 +150,6 @@ class Observer(Connections):
                 case _:
                     found.sessions = [*(found.sessions or ()), *answer.sessions]
         found.servers.append(Server(kind=kind, name=name, silent=silent[:_MOST_SAID], **known))
-
-    async def _forget(self, addresses: set[str]) -> None:
-        """Closes the channels of servers that are gone."""
-        for address in self._channels.keys() - addresses:
-            await self._channels.pop(address).close()
 
 
 def states_of(one: router_pb2.Replica) -> list[str]:

@@ -83,15 +83,14 @@ class RunCalls(Connections):
         runs = [run for run in self._runs.values() if model in {"", run.model}]
         return any(is_stale(run, span) for span in spans for run in runs)
 
-    def _run(self, model: str, adapter: str = "") -> PolicyRun:
-        """Returns this client's run of a policy."""
-        found = [one for one in self._runs.values() if one.adapter == adapter]
-        runs = [one for one in found if model in {"", one.model}]
-        return runs[0] if len(runs) == 1 else PolicyRun(model=model, adapter=adapter)
-
     def _number(self, version: Any, model: str, adapter: str = "") -> Any:
         """Returns the policy version of a version within this client's run."""
-        return numbered(self._run(model, adapter), version)
+        runs = [
+            one
+            for one in self._runs.values()
+            if one.adapter == adapter and model in {"", one.model}
+        ]
+        return numbered(runs[0] if len(runs) == 1 else PolicyRun(), version)
 
     def _only_run(self, run: PolicyRun | None) -> PolicyRun:
         """Returns a run that was given, or else the only one of this client.

@@ -257,7 +257,8 @@ def _known(record: session_pb2.SessionRecord) -> dict[int, gateway_pb2.StartNode
     rows = [*record.trajectories, *([record.tree] if record.HasField("tree") else [])]
     for row in rows:
         ids, own = row.tokens.token_ids_u32le, dict[int, gateway_pb2.StartNode]()
-        for part in _parts(row):
+        parts = row.segments if isinstance(row, trajectory_pb2.Trajectory) else row.nodes
+        for part in parts:
             data = ids[4 * part.start : 4 * part.end]
             if len(data) != 4 * (part.end - part.start):
                 raise InvalidFieldError(
@@ -274,9 +275,3 @@ def _known(record: session_pb2.SessionRecord) -> dict[int, gateway_pb2.StartNode
             node.special_text |= _SPECIAL in part.reasons
         found = own | found
     return found
-
-
-def _parts(
-    row: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree,
-) -> Iterator[trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode]:
-    yield from row.segments if isinstance(row, trajectory_pb2.Trajectory) else row.nodes

@@ -40,14 +40,25 @@ async def write_log(sessions: AsyncIterator[session_pb2.SessionRecord], to: Path
             count += 1
             if (sample := sample_of(record)) is None:
                 continue
-            head = head or _head(sample["started_at"], record.run_id, record.model)
+            if not head:
+                created, task = sample["started_at"], record.run_id or "rollmesh"
+                spec = {"created": created, "task": task, "dataset": {"name": task}}
+                head = {"version": _VERSION, "status": "success", "plan": {}}  # headers need them
+                head["eval"] = {**spec, "model": record.model, "config": {}}
+                head["stats"] = {"started_at": created}
             body.write((",\n" if samples else "") + json.dumps(sample, ensure_ascii=False))
             samples += 1
             rewards += [record.reward] if record.HasField("reward") else []
         if samples:
             body.seek(0)
             with part.open("w", encoding="utf-8") as file:  # headers are read up to the samples
-                head["results"] = _results(samples, rewards)
+                mean = {"name": "mean", "value": sum(rewards) / max(len(rewards), 1)}
+                score = {"name": "reward", "scorer": "reward", "metrics": {"mean": mean}}
+                head["results"] = {
+                    "total_samples": samples,
+                    "completed_samples": samples,
+                    "scores": [score] if rewards else [],
+                }
                 file.write(f'{json.dumps(head, ensure_ascii=False)[:-1]}, "samples": [\n')
                 shutil.copyfileobj(body, file)
                 file.write("\n]}\n")
@@ -147,20 +158,6 @@ def _part(part: Mapping[str, Any], known: Mapping[str, session_pb2.SessionImage]
         return {"type": "text", "text": json.dumps(part, ensure_ascii=False)}
     data = b64encode(image.data).decode()
     return {"type": "image", "image": f"data:{image.media_type};base64,{data}"}
-
-
-def _head(created: str, run_id: str, model: str) -> _Json:
-    task = run_id or "rollmesh"
-    spec = {"created": created, "task": task, "dataset": {"name": task}, "model": model}
-    head: _Json = {"version": _VERSION, "status": "success", "eval": {**spec, "config": {}}}
-    return {**head, "plan": {}, "stats": {"started_at": created}}  # headers need them
-
-
-def _results(samples: int, rewards: list[float]) -> _Json:
-    mean = {"name": "mean", "value": sum(rewards) / max(len(rewards), 1)}
-    score = {"name": "reward", "scorer": "reward", "metrics": {"mean": mean}}
-    counts = {"total_samples": samples, "completed_samples": samples}
-    return {**counts, "scores": [score] if rewards else []}
 
 
 def _time(unix_ms: int) -> str:

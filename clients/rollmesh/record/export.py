@@ -32,7 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="rollmesh export", description=__doc__)
     parser.add_argument(
         "--to",
-        type=_target,
+        type=lambda text: text if "://" in text else Path(text),
         required=True,
         help="folder, FILE.jsonl or FILE.parquet, or for otel the URL of a receiver",
     )
@@ -73,14 +73,6 @@ def main() -> int:
     return identity.run_tool(parser.prog, options, os.environ, partial(_export, options))
 
 
-def _target(text: str) -> Path | str:
-    return text if "://" in text else Path(text)
-
-
-def _is_url(to: Path | str) -> bool:
-    return isinstance(to, str)
-
-
 async def _export(options: argparse.Namespace) -> list[str]:
     """Writes the chosen sessions. Returns the errors that did not end it."""
     if options.tokenizer and options.format not in {"rows", "atif"}:
@@ -89,7 +81,7 @@ async def _export(options: argparse.Namespace) -> list[str]:
         )
     if options.record and options.consumer:
         raise ConfigError("consumer: a record has none; leave it out, or --record")
-    if options.format != "otel" and _is_url(options.to):
+    if options.format != "otel" and isinstance(options.to, str):
         raise ConfigError(f"to: {options.to} is a URL; give a path, or --format otel")
     damaged: list[str] = []
     found = _recorded(options, damaged) if options.record else _stored(options, damaged)

@@ -120,7 +120,11 @@ class Writer:
         self.sessions += 1
         self.bytes += record.ByteSize()
         known = self._last(record.session_id, late.key_of("rewards", rewards))
-        if record.session_id in self._records or self._has(record.session_id):
+        sql = "SELECT 1 FROM sessions WHERE session_id = ?"
+        if (
+            record.session_id in self._records
+            or self._index.execute(sql, (record.session_id,)).fetchone()
+        ):
             if known is None or not known.was_read:
                 self._add_late("rewards", day, rewards, was_read=False)
             return
@@ -311,10 +315,6 @@ class Writer:
         with suppress(FileNotFoundError):
             shutil.rmtree(self.folder / _WRITING)
 
-    def _has(self, session_id: str) -> bool:
-        found = self._index.execute("SELECT 1 FROM sessions WHERE session_id = ?", (session_id,))
-        return found.fetchone() is not None
-
     def _remember(self, files: Iterable[str], session_ids: Iterable[str]) -> None:
         with self._index:
             rows = [(one,) for one in session_ids]
@@ -452,7 +452,11 @@ def _read_records(
                     if (id_ := tables.session["session_id"]) in seen:
                         raise damaged_in(path, id_, "session_id: is there twice")
                     record = _record(path, tables, rewards, images.read)
-                    _check(path, record)
+                    try:  # as a collector does, and its messages
+                        check_session(record, "session")
+                        check_conversations(record)
+                    except InvalidFieldError as error:
+                        raise damaged_in(path, id_, error.message) from error
                     seen.add(id_)
                 except SessionDamagedError as error:
                     leave_out(error)
@@ -558,15 +562,6 @@ def _record(
     return record
 
 
-def _check(path: Path, record: session_pb2.SessionRecord) -> None:
-    """Checks a session as a collector does, and its messages."""
-    try:
-        check_session(record, "session")
-        check_conversations(record)
-    except InvalidFieldError as error:
-        raise damaged_in(path, record.session_id, error.message) from error
-
-
 def damaged_in(path: Path, session_id: str, problem: str) -> SessionDamagedError:
     """Returns the error of a session that a file does not have as it must be."""
     return SessionDamagedError(f"record: {path}: session {session_id[:100]}: {problem}")
@@ -587,22 +582,19 @@ def _read(path: Path, session_id: str = "", only: Collection[str] = ()) -> Any:
     """
     try:
         file = parquet.ParquetFile(path)
-        _check_version(path, file.schema_arrow.metadata or {})
+        version = (file.schema_arrow.metadata or {}).get(VERSION_KEY)
+        if version is None:
+            key = VERSION_KEY.decode()
+            problem = f"{path} has no metadata {key}; write the version, {VERSION}"
+            raise InvalidFieldError("record", problem)
+        if not version.isdigit() or not 1 <= int(version) <= VERSION:
+            said = f"{version.decode(errors='replace')}, and this release reads {VERSION}"
+            raise InvalidFieldError("record", f"{path} has version {said}; update it")
         return _rows_in(file, path.parents[1].name, session_id, only)
     except (OSError, arrow.ArrowException) as error:
         raise SessionDamagedError(
             f"record: {path} cannot be read: {error}; bring it back"
         ) from error
-
-
-def _check_version(path: Path, metadata: Mapping[bytes, bytes]) -> None:
-    version = metadata.get(VERSION_KEY)
-    if version is None:
-        problem = f"{path} has no metadata {VERSION_KEY.decode()}; write the version, {VERSION}"
-        raise InvalidFieldError("record", problem)
-    if not version.isdigit() or not 1 <= int(version) <= VERSION:
-        said = f"{version.decode(errors='replace')}, and this release reads {VERSION}"
-        raise InvalidFieldError("record", f"{path} has version {said}; update it")
 
 
 def _rows_in(file: Any, table: str, session_id: str, only: Collection[str]) -> Any:

@@ -10,6 +10,7 @@ import json
 from base64 import b64decode
 from collections.abc import AsyncIterator, Iterator, Mapping
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,13 @@ def spans_of(record: session_pb2.SessionRecord, *, content: bool = False) -> lis
     """Returns the spans of a session, its root first. An abandoned seat has none."""
     if record.abandoned:
         return []
-    turns, said = dict(sorted(_turns(record))), _said(record)
+    # Each sampled node with the first trajectory that trains it, or the first of all.
+    found: dict[int, tuple[trajectory_pb2.Trajectory, trajectory_pb2.TrajectorySegment]] = {}
+    for trajectory in leaves_of(record):
+        for one in trajectory.segments:
+            if one.sampled and (one.node_id not in found or one.trained):
+                found[one.node_id] = trajectory, one
+    turns, said = dict(sorted(found.items(), key=itemgetter(0))), _said(record)
     place = tracing.place_of_session(record.session_id)
     begin_ns, end_ns = _ns(record.opened_unix_ms), _ns(record.closed_unix_ms)
     attributes = {
@@ -48,22 +55,9 @@ def spans_of(record: session_pb2.SessionRecord, *, content: bool = False) -> lis
         if turn.ended_unix_ms:
             times = _ns(turn.begun_unix_ms), _ns(turn.ended_unix_ms)
         name = f"{genai.CHAT} {record.model}".rstrip()
-        found = _turn(record, trajectory, turn, said, content=content)
-        spans.append(Span(name, "client", own, place.span_id, times[0], found, times[1]))
+        facts = _turn(record, trajectory, turn, said, content=content)
+        spans.append(Span(name, "client", own, place.span_id, times[0], facts, times[1]))
     return spans
-
-
-_Turn = tuple[trajectory_pb2.Trajectory, trajectory_pb2.TrajectorySegment]
-
-
-def _turns(record: session_pb2.SessionRecord) -> Iterator[tuple[int, _Turn]]:
-    """Yields each sampled node with the first trajectory that trains it, or the first of all."""
-    found: dict[int, _Turn] = {}
-    for trajectory in leaves_of(record):
-        for one in trajectory.segments:
-            if one.sampled and (one.node_id not in found or one.trained):
-                found[one.node_id] = trajectory, one
-    yield from found.items()
 
 
 def _ns(unix_ms: int) -> int:

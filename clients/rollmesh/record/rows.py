@@ -63,13 +63,14 @@ def rows_of(
         }
     if session.HasField("tree"):
         nothing = dict.fromkeys(_OF_A_TRAJECTORY)
-        nodes = [_node(one) for one in session.tree.nodes]
+        nodes = [
+            {
+                **{name: getattr(one, name) for name in _NODE},
+                "parent_index": one.parent_index if one.HasField("parent_index") else None,
+            }
+            for one in session.tree.nodes
+        ]
         yield _row(session, session.tree, decode) | nothing | {"nodes": nodes}
-
-
-def _node(node: trajectory_pb2.TrajectoryNode) -> dict[str, Any]:
-    row = {name: getattr(node, name) for name in _NODE}
-    return row if node.HasField("parent_index") else row | {"parent_index": None}
 
 
 Decoder: TypeAlias = Callable[[list[int]], str]
@@ -96,15 +97,6 @@ def decoder(model: Path | None) -> Decoder | None:
 
 def _runs(one: _Sequence) -> Sequence[_Run]:
     return one.nodes if isinstance(one, trajectory_pb2.TrajectoryTree) else one.segments
-
-
-def _texts(one: _Sequence, row: dict[str, Any], decode: Decoder) -> dict[str, Any]:
-    ids = row["token_ids"]
-    runs = [run for run in _runs(one) if run.sampled]
-    return {
-        "text": decode(ids),
-        "sampled_texts": [decode(ids[run.start : run.end]) for run in runs],
-    }
 
 
 def _row(
@@ -146,8 +138,12 @@ def _row(
             for image in one.images
         ],
     }
-    row |= _columns(one, len(token_ids))
-    return row | (_texts(one, row, decode) if decode else {"text": None, "sampled_texts": None})
+    row |= _columns(one, len(token_ids)) | {"text": None, "sampled_texts": None}
+    if decode is not None:
+        ids, sampled = row["token_ids"], [run for run in _runs(one) if run.sampled]
+        row["text"] = decode(ids)
+        row["sampled_texts"] = [decode(ids[run.start : run.end]) for run in sampled]
+    return row
 
 
 def _columns(one: _Sequence, count: int) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def tables_of(record: session_pb2.SessionRecord) -> Tables:
         "metadata": json.dumps(dict(sorted(record.metadata.items())), ensure_ascii=False),
         "reasons": _names(_REASON, record.tree.reasons),
         "numerics": [_plain_with(one, logprobs=_LOGPROBS) for one in record.numerics],
-        "origin": _origin(record.origin) if record.HasField("origin") else None,
+        "origin": None,
         "edges": [
             {
                 "source_request_id": one.edge.source_request_id,
@@ -108,6 +108,9 @@ def tables_of(record: session_pb2.SessionRecord) -> Tables:
         "messages_left_out": record.messages_left_out,
         "columns": _columns(record.tree),
     }
+    if record.HasField("origin"):
+        row["origin"] = _plain_with(record.origin, kind=_ORIGIN)
+        row["origin"]["nodes"] = [_plain_with(node) for node in record.origin.nodes]
     nodes = _tree_nodes(record.tree) if is_tree else _path_nodes(record)
     for said in record.messages:
         node = nodes.setdefault(said.node_id, _empty(said.node_id))
@@ -121,11 +124,6 @@ def tables_of(record: session_pb2.SessionRecord) -> Tables:
         [_trajectory(one) for one in leaves_of(record)],
         [{"session_id": record.session_id, **node} for node in in_order],
     )
-
-
-def _origin(origin: session_pb2.SessionOrigin) -> _Row:
-    nodes = [_plain_with(node) for node in origin.nodes]
-    return _plain_with(origin, kind=_ORIGIN) | {"nodes": nodes}
 
 
 def _trajectory(one: trajectory_pb2.Trajectory) -> _Row:
@@ -459,13 +457,21 @@ def record_of(tables: Tables, images: Mapping[str, bytes]) -> session_pb2.Sessio
     """
     row = tables.session
     _check_rows(tables)
+    try:
+        metadata = json.loads(row["metadata"] or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidFieldError("metadata", f"is no JSON: {error}") from error
+    if not isinstance(metadata, dict):
+        raise InvalidFieldError("metadata", "is no JSON object")
     has_tokens = any(len(node["token_ids"]) for node in tables.nodes)
     is_text = tables.nodes and not has_tokens
     record = session_pb2.SessionRecord(
         **{name: row[name] for name in (*_PLAIN, *_TIMES, *_MODEL, "messages_left_out")},
         reward=row["reward"],
         reward_timeout_ms=row["reward_timeout_ms"],
-        metadata=_metadata(row["metadata"] or "{}"),
+        metadata={
+            name: one if isinstance(one, str) else json.dumps(one) for name, one in metadata.items()
+        },
         outcome=number_in(_OUTCOME, row["outcome"]),
         purpose=number_in(_PURPOSE, row["purpose"]),
         capture=number_in(_CAPTURE, row["capture"])
@@ -511,16 +517,6 @@ def record_of(tables: Tables, images: Mapping[str, bytes]) -> session_pb2.Sessio
     for one in tables.trajectories:
         _fill(record.trajectories.add(), one, by_id)
     return record
-
-
-def _metadata(text: str) -> dict[str, str]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidFieldError("metadata", f"is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise InvalidFieldError("metadata", "is no JSON object")
-    return {name: one if isinstance(one, str) else json.dumps(one) for name, one in found.items()}
 
 
 def has_parts(row: _Row) -> bool:

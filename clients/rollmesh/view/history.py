@@ -43,7 +43,10 @@ class History:
             self._events.append({"at": unix_ms, "name": text})
 
     def _moves(self, members: router_pb2.ListReplicasResponse) -> Iterator[str]:
-        before, now = self._members, {_member(one.hello) for one in members.replicas}
+        kinds = router_pb2.ReplicaKind.DESCRIPTOR
+        hellos = [one.hello for one in members.replicas]
+        before = self._members
+        now = {(name_of(kinds, one.kind).lower(), one.replica_id) for one in hellos}
         self._members = now
         if before is not None:
             yield from (f"{kind} {name} left" for kind, name in sorted(before - now))

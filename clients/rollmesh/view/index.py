@@ -143,7 +143,8 @@ class Index:
         ).fetchone()[0]
         reasons = {(n, one) for one in _reasons(record)}
         self._db.executemany("INSERT OR IGNORE INTO reasons VALUES (?, ?)", reasons)
-        pairs = [(*_pair(one), n) for one in record.metadata.items()]
+        most = VALUE_CHARACTERS
+        pairs = [(key[:most], value[:most], n) for key, value in record.metadata.items()]
         self._db.executemany("INSERT OR IGNORE INTO metadata VALUES (?, ?, ?)", pairs)
         self._db.execute(
             "INSERT OR REPLACE INTO words (rowid, body) VALUES (?, ?)", (n, _words(record))
@@ -355,7 +356,7 @@ def _row(record: session_pb2.SessionRecord) -> tuple[Any, ...]:
         ),
         record.model,
         record.superseded,
-        _reward(record),
+        record.reward if record.HasField("reward") and math.isfinite(record.reward) else None,
         record.turns,
         tokens,
         size(sampled),
@@ -371,11 +372,6 @@ def _row(record: session_pb2.SessionRecord) -> tuple[Any, ...]:
         record.metadata.get("task_id", record.group_id)[:500],
         " ".join(sorted(one.id for one in record.numerics)),
     )
-
-
-def _reward(record: session_pb2.SessionRecord) -> float | None:
-    """Returns the reward if it is a number that sums can have."""
-    return record.reward if record.HasField("reward") and math.isfinite(record.reward) else None
 
 
 def _parts(record: session_pb2.SessionRecord) -> tuple[list[Any], int]:
@@ -397,10 +393,6 @@ def _reasons(record: session_pb2.SessionRecord) -> Iterable[str]:
     for one in (*record.trajectories, *([record.tree] if record.HasField("tree") else ())):
         for reason in one.reasons:
             yield name_of(enum, reason)
-
-
-def _pair(pair: tuple[str, str]) -> tuple[str, str]:
-    return pair[0][:VALUE_CHARACTERS], pair[1][:VALUE_CHARACTERS]
 
 
 def _words(record: session_pb2.SessionRecord) -> str:

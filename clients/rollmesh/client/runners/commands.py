@@ -84,22 +84,23 @@ class CommandRunner:
         """
         with tempfile.TemporaryDirectory(prefix="rollmesh-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
-            (folder / "sample.json").write_text(self._sample(sample))
+            try:
+                (folder / "sample.json").write_text(json.dumps(self.encode(sample)))
+            except (TypeError, ValueError) as error:
+                raise InvalidFieldError(
+                    "sample", f"{error}; give the runner an `encode`"
+                ) from error
             async with _tails(self.max_output_bytes) as (output, errors):
                 process = await self._start(folder, session, output, errors)
                 await self._until_ended(process)
-                await _drained(output, errors)
+                with suppress(TimeoutError):  # a process outside the group may hold the pipes open
+                    async with asyncio.timeout(_DRAIN_S):
+                        await asyncio.gather(output.ended.wait(), errors.ended.wait())
             if process.returncode:
                 is_lost = process.returncode < 0 or process.returncode == _TRY_AGAIN
                 kind = CommandLostError if is_lost else CommandError
                 raise kind(_why(self.argv, process.returncode, errors, output))
             return _result(folder / "result.json", output)
-
-    def _sample(self, sample: Any) -> str:
-        try:
-            return json.dumps(self.encode(sample))
-        except (TypeError, ValueError) as error:
-            raise InvalidFieldError("sample", f"{error}; give the runner an `encode`") from error
 
     async def _start(
         self, folder: Path, session: Session, output: "_Tail", errors: "_Tail"
@@ -208,14 +209,6 @@ async def _tails(max_bytes: int) -> AsyncIterator[tuple[_Tail, _Tail]]:
 
 def _same(tail: _Tail) -> _Tail:
     return tail
-
-
-async def _drained(*tails: _Tail) -> None:
-    """Reads the rest of the pipes. A process outside the group may hold them open."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_DRAIN_S):
-            for tail in tails:
-                await tail.ended.wait()
 
 
 def _signal(process: asyncio.subprocess.Process, number: int) -> None:

@@ -454,7 +454,10 @@ def judge(
         reasons = [refusal or _reason(rules, version, row, run) for row in rows]
         if consumer.HasField("teacher"):
             for at, row in enumerate(rows):
-                if (head.session_id, at) in unscorable or _has_no_scores(row):
+                # No teacher can score a tree, tokens of images, or no tokens.
+                is_tree = isinstance(row, trajectory_pb2.TrajectoryTree)
+                has_none = is_tree or bool(row.images) or not tokens_of(row)
+                if has_none or (head.session_id, at) in unscorable:
                     reasons[at] = reasons[at] or pb.FILTER_REASON_TEACHER
         refused.append(refusal)
         kept.append([at for at, reason in enumerate(reasons) if not reason])
@@ -523,8 +526,10 @@ def _reason(
     if not is_kept and any(is_stale(run, span) for span in row.version_spans):
         return pb.FILTER_REASON_STALE_RUN
     allowed = {trajectory_pb2.FIDELITY_REASON_EXACT, *rules.allowed_reasons}
-    if rules.lineages and not _lineages(row) & set(rules.lineages):
-        return pb.FILTER_REASON_LINEAGE
+    if rules.lineages:  # one of those in a tree must match
+        of = [row] if isinstance(row, trajectory_pb2.Trajectory) else row.nodes
+        if not any(one.lineage in rules.lineages for one in of):
+            return pb.FILTER_REASON_LINEAGE
     if rules.allowed_reasons and not allowed.issuperset(row.reasons):
         return pb.FILTER_REASON_FIDELITY
     if rules.HasField("max_tokens") and tokens_of(row) > rules.max_tokens:
@@ -543,19 +548,6 @@ def _reason(
     ):
         return pb.FILTER_REASON_NUMERICS
     return pb.FILTER_REASON_UNSPECIFIED
-
-
-def _has_no_scores(row: Row) -> bool:
-    """Returns whether no teacher can score a row: a tree, tokens of images, or no tokens."""
-    is_tree = isinstance(row, trajectory_pb2.TrajectoryTree)
-    return is_tree or bool(row.images) or not tokens_of(row)
-
-
-def _lineages(row: Row) -> set[trajectory_pb2.Lineage.ValueType]:
-    """Returns the lineage of a trajectory, or all lineages in a tree, of which one must match."""
-    if isinstance(row, trajectory_pb2.Trajectory):
-        return {row.lineage}
-    return {node.lineage for node in row.nodes}
 
 
 def _all_equal(heads: Sequence[session_pb2.SessionRecord], kept: list[list[int]]) -> bool:

@@ -460,17 +460,6 @@ def _overdue_ms(consumer: pb.Consumer, now_ms: int) -> int | None:
     return now_ms - policy.deadline_ms if policy.HasField("deadline_ms") else None
 
 
-def _is_unfilled(tx: Transaction, consumer: pb.Consumer, now_ms: int) -> bool:
-    """Returns whether `_fill` has anything to do."""
-    name = own_log(consumer.name)
-    if tx.total(_JUDGED + name) < tx.total(LAST_SEQ):
-        return True
-    overdue_ms = _overdue_ms(consumer, now_ms)
-    return overdue_ms is not None and bool(
-        tx.db.rows(f"{_OVERDUE} LIMIT 1", tx.total(_LATE_TO + name), overdue_ms)
-    )
-
-
 def _with_policies(tx: Transaction) -> list[pb.Consumer]:
     rows = tx.db.rows(
         "SELECT name, settings FROM consumers WHERE log NOT IN (?1, ?2)", SESSION_LOG, GROUP_LOG
@@ -492,9 +481,16 @@ def _tick(tx: Transaction, now_ms: int) -> bool:
 
 def _is_due(tx: Transaction, now_ms: int) -> bool:
     """Returns whether `_tick` has anything to do."""
-    return bool(tx.db.rows("SELECT 1 FROM sessions WHERE due_ms <= ?1 LIMIT 1", now_ms)) or any(
-        _is_unfilled(tx, one, now_ms) for one in _with_policies(tx)
-    )
+    if tx.db.rows("SELECT 1 FROM sessions WHERE due_ms <= ?1 LIMIT 1", now_ms):
+        return True
+    for consumer in _with_policies(tx):
+        name, overdue_ms = own_log(consumer.name), _overdue_ms(consumer, now_ms)
+        if tx.total(_JUDGED + name) < tx.total(LAST_SEQ):
+            return True
+        since_ms = tx.total(_LATE_TO + name)
+        if overdue_ms is not None and tx.db.rows(f"{_OVERDUE} LIMIT 1", since_ms, overdue_ms):
+            return True
+    return False
 
 
 def set_rewards(
