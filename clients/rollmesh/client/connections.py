@@ -92,7 +92,7 @@ class MeshAddresses(CallerConfig):
 
     @classmethod
     def of(cls, options: Namespace) -> "MeshAddresses":
-        """Returns what the flags of a tool say: of `add_flags`, and of further fields."""
+        """Returns the addresses by the flags of a tool: of `add_flags`, and of further fields."""
         given = vars(options)
         return cls(**{one.name: given[one.name] for one in fields(cls) if one.name in given})
 

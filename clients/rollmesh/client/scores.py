@@ -102,8 +102,8 @@ class ScoreCalls(Connections):
     ) -> Scores | list[Scores]:
         """Returns the log-probabilities of a sequence, or of several in their order.
 
-        Sequences are spread over the engines of the model, the least busy first. What an engine
-        cannot finish, because it is lost or full or was told to abort, another one scores.
+        Sequences are spread over the engines of the model, the least busy first. If
+        an engine is lost, full or told to abort, another one scores the rest.
 
         Args:
             sequences: One sequence, or several.

@@ -207,7 +207,7 @@ _NULLS = {
 def conform(table: str, found: Any, only: Collection[str] = ()) -> Any:
     """Returns rows that another program or release wrote with the columns of this one.
 
-    What is missing or null has the default of its type, if null has no meaning there. Other values
+    A missing or null value has the default of its type, if null has no meaning there. Other values
     become the type of the column. Other columns are dropped.
 
     Args:
