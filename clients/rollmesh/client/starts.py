@@ -204,13 +204,11 @@ def _shown(message: dict[str, Any], record: session_pb2.SessionRecord) -> dict[s
     parts = []
     for part in message["content"]:
         image = images.get(part["image_url"]["url"]) if part["type"] == "image_url" else None
-        if image is not None:
-            data = base64.b64encode(image.data).decode()
-            part = {  # noqa: PLW2901 - the same part, shown
-                "type": "image_url",
-                "image_url": {"url": f"data:{image.media_type};base64,{data}"},
-            }
-        parts.append(part)
+        if image is None:
+            parts.append(part)
+            continue
+        url = f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
+        parts.append({"type": "image_url", "image_url": {"url": url}})
     return {**message, "content": parts}
 
 

@@ -66,31 +66,48 @@ class LoopThread:
     def entered(self, scope: AbstractAsyncContextManager[_Result]) -> Iterator[_Result]:
         """Holds an async context open on the loop, in one task from its entry to its exit."""
         loop = self._loop
-        entry: asyncio.Future[_Result] = self.run(_future())
-        leave: asyncio.Future[BaseException | None] = self.run(_future())
-        holding = asyncio.run_coroutine_threadsafe(_hold(scope, entry, leave), loop)
+        entry: asyncio.Future[_Result] = loop.create_future()
+        leave: asyncio.Future[BaseException | None] = loop.create_future()
+
+        async def hold() -> None:
+            try:
+                async with scope as value:
+                    entry.set_result(value)
+                    if (cause := await leave) is not None:
+                        raise cause  # noqa: TRY301 - through the context, whose exit sees it
+            except BaseException as error:
+                if entry.done():
+                    raise
+                if not isinstance(error, Exception):  # the context ended its own task
+                    entry.cancel()
+                    raise
+                entry.set_exception(error)  # raised in the caller's thread
+
+        async def enter() -> _Result:
+            return await entry
+
+        def end(cause: BaseException | None) -> None:
+            if not leave.done():  # its task was ended meanwhile
+                leave.set_result(cause)
+
+        holding = asyncio.run_coroutine_threadsafe(hold(), loop)
         try:
-            value = self.run(_await(entry))
+            value = self.run(enter())
         except BaseException:
             holding.cancel()
             raise
         try:
             yield value
         except BaseException as error:
-            loop.call_soon_threadsafe(_settle, leave, error)
-            self._end(holding.result, error)
+            loop.call_soon_threadsafe(end, error)
+            try:
+                holding.result()
+            except BaseException as raised:
+                if raised is not error:
+                    raise
             raise
-        loop.call_soon_threadsafe(_settle, leave, None)
+        loop.call_soon_threadsafe(end, None)
         holding.result()
-
-    @staticmethod
-    def _end(result: Any, error: BaseException) -> None:
-        """Waits for the exit. The caller re-raises the error that caused it."""
-        try:
-            result()
-        except BaseException as raised:
-            if raised is not error:
-                raise
 
     def close(self) -> None:
         """Ends the loop and its thread."""
@@ -157,46 +174,6 @@ def _interrupts(cancel: Callable[[], None]) -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if count:
         raise KeyboardInterrupt
-
-
-async def _future() -> asyncio.Future[Any]:
-    return asyncio.get_running_loop().create_future()
-
-
-async def _await(future: asyncio.Future[_Result]) -> _Result:
-    return await future
-
-
-def _settle(leave: asyncio.Future[BaseException | None], cause: BaseException | None) -> None:
-    if not leave.done():  # its task was ended meanwhile
-        leave.set_result(cause)
-
-
-async def _hold(
-    scope: AbstractAsyncContextManager[_Result],
-    entry: asyncio.Future[_Result],
-    leave: asyncio.Future[BaseException | None],
-) -> None:
-    """Enters a context, waits until it is to be left, and leaves it, possibly with an error."""
-    try:
-        value = await scope.__aenter__()
-    except Exception as error:  # raised in the caller's thread
-        entry.set_exception(error)
-        return
-    except BaseException:  # the context ended its own task
-        entry.cancel()
-        raise
-    entry.set_result(value)
-    try:
-        cause = await leave
-    except BaseException as error:  # the same, while it was open
-        if not await scope.__aexit__(type(error), error, error.__traceback__):
-            raise
-        return
-    if cause is None:
-        await scope.__aexit__(None, None, None)
-    elif not await scope.__aexit__(type(cause), cause, cause.__traceback__):
-        raise cause
 
 
 _Arguments = ParamSpec("_Arguments")
