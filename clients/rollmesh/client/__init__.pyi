@@ -62,6 +62,7 @@ from rollmesh.client.runners.commands import (
 from rollmesh.client.runners.reaper import Reaper as Reaper
 from rollmesh.client.runs import (
     numbered as numbered,
+    of_spans as of_spans,
     run_of_state as run_of_state,
     state_of_run as state_of_run,
 )

@@ -537,19 +537,15 @@ class RolloutSettings:
                 "consumer", "needs on_session and on_session needs consumer; give both"
             )
         needed_of(self.needed, self.n)
-        Client.session_request(**self.of_sessions())
+        Client.session_request(**_of_sessions(self))
         if self.runner is not None:
             find_runner(self.runner)
 
-    def of_sessions(self) -> dict[str, Any]:
-        """Returns the settings of its sessions: arguments of `Client.session_request`."""
-        return {name: getattr(self, name) for name in _OF_SESSIONS}
 
-
-_OF_SESSIONS = (
-    *("model", "adapters", "columns", "sampling", "sampling_policy"),
-    *("export", "purpose", "budget", "record_messages"),
-)
+def _of_sessions(settings: RolloutSettings) -> dict[str, Any]:
+    """Returns the settings that are arguments of `Client.session_request`, too."""
+    names = "model adapters columns sampling sampling_policy export purpose budget record_messages"
+    return {name: getattr(settings, name) for name in names.split()}
 
 
 # The state of a rollout, and the ids that its sessions are found by.
@@ -1023,7 +1019,7 @@ class Attempts:
             seed = self._state.seed_of(seat.group, seat.index, max(failures, 0))
             sampling = {"seed": seed, **(sampling or {})}
         return self._client.session_request(
-            **{**self._settings.of_sessions(), "sampling": sampling},
+            **{**_of_sessions(self._settings), "sampling": sampling},
             run_id=seat.group.run_id,
             group_id=seat.group.group_id,
             sample_index=seat.index,

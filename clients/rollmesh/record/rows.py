@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from google.protobuf.message import Message
 
+from rollmesh.client import of_spans
 from rollmesh.record import images
 from rollmesh.record.tables import leaves_of
 from rollmesh.runtime import run_of, version_of
@@ -116,8 +117,8 @@ def _row(
         "token_ids": token_ids.tolist(),
         "logprobs": logprobs.tolist(),
         "loss_mask": loss_mask.tolist(),
-        "policy_versions": _of_spans(one, len(token_ids), version_of),
-        "policy_runs": _of_spans(one, len(token_ids), run_of),
+        "policy_versions": of_spans(one, len(token_ids), version_of).tolist(),
+        "policy_runs": of_spans(one, len(token_ids), run_of).tolist(),
         "numerics": [
             {"end": span.end, "numerics": numerics.get(span.numerics_id, "")}
             for span in one.version_spans
@@ -183,7 +184,7 @@ def sft_rows_of(session: session_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
         masks = loss_mask.astype(int).tolist()
         tokens = {"input_ids": token_ids.tolist(), "assistant_masks": masks} if masks else {}
         trained = {segment.node_id for segment in one.segments if segment.trained}
-        versions = np.array(_of_spans(one, len(masks), version_of), np.int64)[loss_mask]
+        versions = of_spans(one, len(masks), version_of)[loss_mask]
         yield {
             "messages": [_with_arguments(message) for message in found.messages],
             "tools": found.tools,
@@ -275,14 +276,6 @@ async def write_rows(
         with suppress(OSError):  # an incomplete file is removed
             part.unlink()
     return Exported(count, rows, left_out)
-
-
-def _of_spans(one: _Sequence, count: int, part: Callable[[int], int]) -> list[int]:
-    """Returns a part of the policy version that sampled each token. -1 if it was not sampled."""
-    values = [-1] * count
-    for span in one.version_spans:
-        values[span.start : span.end] = [part(span.policy_version)] * (span.end - span.start)
-    return values
 
 
 @contextmanager

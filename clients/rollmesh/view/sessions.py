@@ -58,29 +58,20 @@ def closed_session(
             node["messages"] = messages_in(said)
             node["context"] = said.context_index if said.HasField("context_index") else None
     return {
-        "session_id": record.session_id,
-        "run_id": record.run_id,
-        "group_id": record.group_id,
-        "sample_index": record.sample_index,
-        "group_size": record.group_size,
+        **_head(record),
         "outcome": name_of(session_pb2.SessionOutcome.DESCRIPTOR, record.outcome),
         "purpose": name_of(
             session_pb2.SessionPurpose.DESCRIPTOR,
             record.purpose or session_pb2.SESSION_PURPOSE_TRAIN,
         ),
-        "model": record.model,
         "superseded": record.superseded,
         "reward": record.reward if record.HasField("reward") else None,
-        "turns": record.turns,
-        "metadata": dict(sorted(record.metadata.items())),
         "abandoned": record.abandoned,
-        "opened": record.opened_unix_ms,
         "closed": record.closed_unix_ms,
         "capture": name_of(session_pb2.Capture.DESCRIPTOR, record.capture),
         "numerics": [plain(one) for one in record.numerics],
         "contexts": [context_in(record, at) for at in range(len(record.contexts))],
         "messages_left_out": record.messages_left_out,
-        "origin": plain(record.origin) if record.HasField("origin") else None,
         "images": [
             {"sha256": one.sha256, "media_type": one.media_type, "bytes": one.data_bytes}
             for one in record.images
@@ -101,12 +92,9 @@ def running_session(found: gateway_pb2.GetSessionResponse, decode: Decode | None
     nodes = []
     for node in found.nodes:
         ids = _ids(node.token_ids_u32le)
-        shown = {
-            "node_id": node.node_id,
-            "parent": node.parent_node_id or None,
+        shown = _blank(node) | {
             "role": name_of(chat_pb2.Role.DESCRIPTOR, node.role),
             "sampled": node.sampled,
-            "trained": None,
             "reasons": _names(node.reasons),
             "lineage": name_of(trajectory_pb2.Lineage.DESCRIPTOR, node.lineage),
             "label": label_of(node),
@@ -120,25 +108,15 @@ def running_session(found: gateway_pb2.GetSessionResponse, decode: Decode | None
             "versions": _versions(
                 node.version_spans, -node.scaffold_tokens, len(ids) - node.scaffold_tokens
             ),
-            "images": [],
         }
         _complete(shown, decode)
         nodes.append(shown)
     nodes += [_sampling(turn, decode) for turn in found.running]
     return {
-        "session_id": one.session_id,
-        "run_id": one.run_id,
-        "group_id": one.group_id,
-        "sample_index": one.sample_index,
-        "group_size": one.group_size,
+        **_head(one),
         "outcome": "OPEN",
-        "model": one.model,
-        "turns": one.turns,
         "in_flight": one.in_flight,
         "idle_ms": one.idle_ms,
-        "metadata": dict(sorted(one.metadata.items())),
-        "opened": one.opened_unix_ms,
-        "origin": plain(one.origin) if one.HasField("origin") else None,
         "nodes": nodes,
         "paths": _paths_of_tree(nodes),
         "live": True,
@@ -147,17 +125,11 @@ def running_session(found: gateway_pb2.GetSessionResponse, decode: Decode | None
 
 def _sampling(turn: gateway_pb2.RunningTurn, decode: Decode | None) -> dict[str, Any]:
     """Returns a turn that is being sampled as a node, with its last tokens."""
-    node = {
-        "node_id": turn.node_id,
-        "parent": turn.parent_node_id or None,
+    node = _blank(turn) | {
         "role": "ASSISTANT",
         "sampled": True,
-        "trained": None,
-        "reasons": [],
         "lineage": "MAIN",
-        "label": "",
         "finish_reason": f"SAMPLING, {turn.sampled_tokens} TOKENS SO FAR",
-        "scaffold": 0,
         "messages": [{"role": "assistant", "content": turn.text}],
         "ids": _ids(turn.token_ids_u32le),
         "logprobs": unpack_logprobs(turn.logprobs_f32le, "logprobs").tolist(),
@@ -167,10 +139,35 @@ def _sampling(turn: gateway_pb2.RunningTurn, decode: Decode | None) -> dict[str,
             turn.sampled_tokens - len(turn.token_ids_u32le) // 4,
             turn.sampled_tokens,
         ),
-        "images": [],
     }
     _complete(node, decode)
     return node
+
+
+def _head(one: session_pb2.SessionRecord | gateway_pb2.OpenSession) -> dict[str, Any]:
+    """Returns the fields that closed and open sessions have."""
+    names = ("session_id", "run_id", "group_id", "sample_index", "group_size", "model", "turns")
+    return {
+        **{name: getattr(one, name) for name in names},
+        "metadata": dict(sorted(one.metadata.items())),
+        "opened": one.opened_unix_ms,
+        "origin": plain(one.origin) if one.HasField("origin") else None,
+    }
+
+
+def _blank(
+    node: gateway_pb2.SessionNode | gateway_pb2.RunningTurn | session_pb2.NodeMessages,
+) -> dict[str, Any]:
+    """Returns a node of which nothing but its place is known."""
+    return {
+        "node_id": node.node_id,
+        "parent": node.parent_node_id or None,
+        **dict.fromkeys(("lineage", "label", "finish_reason"), ""),
+        "sampled": False,
+        "trained": None,
+        "scaffold": 0,
+        **{name: [] for name in ("reasons", "ids", "logprobs", "mask", "versions", "images")},
+    }
 
 
 def listed(one: gateway_pb2.OpenSession) -> dict[str, Any]:
@@ -244,23 +241,7 @@ def _of_trajectories(
 def _of_text(node: session_pb2.NodeMessages) -> dict[str, Any]:
     """Returns a node of a session without token ids."""
     role = next((str(one.get("role", "")).upper() for one in messages_in(node)), "")
-    return {
-        "node_id": node.node_id,
-        "parent": node.parent_node_id or None,
-        "lineage": "",
-        "label": "",
-        "role": role,
-        "sampled": role == "ASSISTANT",
-        "trained": None,
-        "scaffold": 0,
-        "reasons": [],
-        "finish_reason": "",
-        "ids": [],
-        "logprobs": [],
-        "mask": [],
-        "versions": [],
-        "images": [],
-    }
+    return _blank(node) | {"role": role, "sampled": role == "ASSISTANT"}
 
 
 def _of_tree(
