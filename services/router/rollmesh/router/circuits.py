@@ -4,6 +4,7 @@ The router itself hears from an engine over its `Register` stream. A gateway may
 reach it, or may lose every generation on it.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollmesh.internal.v1 import leases_pb2
@@ -23,6 +24,7 @@ class CircuitLimits(NamedTuple):
     """... up to this."""
 
 
+@dataclass(slots=True)
 class Circuit:
     """Opens after turns lost in a row, and closes when a probe is answered.
 
@@ -31,18 +33,15 @@ class Circuit:
     generations that die together open the circuit once.
     """
 
-    __slots__ = ("_losses", "_openings", "admits", "epoch", "state", "until_ms")
-
-    def __init__(self) -> None:
-        self.state: router_pb2.CircuitState.ValueType = router_pb2.CIRCUIT_STATE_CLOSED
-        self.until_ms = 0
-        """Time at which an open circuit half-opens, on the monotonic clock."""
-        self.epoch = 0
-        """Number of times that it opened."""
-        self._losses = 0
-        self._openings = 0  # since it was last closed
-        self.admits = True
-        """Whether a lease may be granted now. A half-open circuit admits one at a time, a probe."""
+    state: router_pb2.CircuitState.ValueType = router_pb2.CIRCUIT_STATE_CLOSED
+    until_ms: int = 0
+    """Time at which an open circuit half-opens, on the monotonic clock."""
+    epoch: int = 0
+    """Number of times that it opened."""
+    admits: bool = True
+    """Whether a lease may be granted now. A half-open circuit admits one at a time, a probe."""
+    _losses: int = 0
+    _openings: int = 0  # since it was last closed
 
     def grant(self) -> int:
         """Records a granted lease and returns the epoch to give to `end`."""

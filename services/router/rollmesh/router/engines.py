@@ -221,41 +221,30 @@ _UNKNOWN_MS, _LEAST_MS, _MOST_MS = 1_000, 100, 60_000
 _Kind: TypeAlias = tuple[str, str, int]  # model, tokenizer and vocabulary of gateways
 
 
+@dataclass(slots=True, eq=False)
 class Pool:
     """The engines in service that fit the gateways of one kind.
 
     Engines are ranked again when the first of them is asked for, not when they change.
     """
 
-    def __init__(
-        self,
-        gateway: leases_pb2.DispatchHello,
-        adapter: Revision | None = None,
-        share: float = 1.0,
-    ) -> None:
-        """Starts without engines, for gateways of the same kind.
-
-        Args:
-            gateway: One of the gateways.
-            adapter: The adapter revision of the turns.
-            share: Largest share of each engine's leases that turns of the adapter hold at once.
-        """
-        self.gateway = gateway
-        """A gateway of the kind."""
-        self.adapter = adapter
-        """The adapter revision that its engines hold, or any of its name with a version of 0. None
-        if the base model samples."""
-        self.share = share
-        self.users = 0
-        """Number of streams of such gateways."""
-        self.engines: set[Engine] = set()
-        self.sessions = 0
-        """Number of sessions on these engines."""
-        self._ranking: Ranking[Engine, tuple[int, ...]] = Ranking()  # those with a slot
-        self.changed: set[Engine] = set()
-        """Engines that are ranked again before the next pick."""
-        self.freed_ms: deque[int] = deque(maxlen=_FREED)
-        """When the last leases on these engines ended."""
+    gateway: leases_pb2.DispatchHello
+    """A gateway of the kind."""
+    adapter: Revision | None = None
+    """The adapter revision that its engines hold, or any of its name with a version of 0. None if
+    the base model samples."""
+    share: float = 1.0
+    """Largest share of each engine's leases that turns of the adapter hold at once."""
+    users: int = 0
+    """Number of streams of such gateways."""
+    engines: set[Engine] = field(default_factory=set)
+    sessions: int = 0
+    """Number of sessions on these engines."""
+    changed: set[Engine] = field(default_factory=set)
+    """Engines that are ranked again before the next pick."""
+    freed_ms: deque[int] = field(default_factory=lambda: deque(maxlen=_FREED))
+    """When the last leases on these engines ended."""
+    _ranking: Ranking[Engine, tuple[int, ...]] = field(default_factory=Ranking)  # with a slot
 
     def admit(self, engine: Engine, *, in_service: bool) -> None:
         """Adds an engine that fits and is in service, and removes any other."""
@@ -621,7 +610,14 @@ class Fleet:
         elif engine.draining:
             reason, why = router_pb2.EXCLUSION_REASON_DRAINING, "it is draining"
         elif self.fenced(engine):
-            reason, why = router_pb2.EXCLUSION_REASON_FENCED, self._why_fenced(engine)
+            reason, (target, _) = router_pb2.EXCLUSION_REASON_FENCED, self._weights[engine.model]
+            held = engine.policy_version
+            if target is None:
+                why = f"it holds version {held} of a push that is not accepted yet"
+            else:
+                other = " of another push" if held == target.policy_version else ""
+                because = f": {engine.update_error}" if engine.update_error else ""
+                why = f"it holds version {held}{other}, not {target.policy_version}{because}"
         elif engine.circuit.state == router_pb2.CIRCUIT_STATE_OPEN:
             reason = router_pb2.EXCLUSION_REASON_CIRCUIT_OPEN
             why = "its circuit is open: gateways lost several turns on it in a row"
@@ -633,15 +629,6 @@ class Fleet:
         else:
             return None
         return router_pb2.Exclusion(reason=reason, explanation=why)
-
-    def _why_fenced(self, engine: Engine) -> str:
-        target, _ = self._weights[engine.model]
-        held = engine.policy_version
-        if target is None:
-            return f"it holds version {held} of a push that is not accepted yet"
-        other = " of another push" if held == target.policy_version else ""
-        why = f": {engine.update_error}" if engine.update_error else ""
-        return f"it holds version {held}{other}, not {target.policy_version}{why}"
 
 
 def ignore(*_: object) -> None:

@@ -18,7 +18,7 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeAlias
@@ -27,21 +27,18 @@ from google.protobuf.message import DecodeError
 
 from rollmesh.internal.v1 import peers_pb2
 from rollmesh.router.engines import Engine, Revision
-from rollmesh.runtime import run_of, start_of
+from rollmesh.runtime import start_of
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     StoreError,
     StoreFullError,
     SupersededError,
-    WeightsBaseError,
 )
 from rollmesh.runtime.rpc import check_room
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _KEPT, _PART, _FILE = "kept", ".part", ".safetensors"
 _SLUG_CHARS = 48
-_MOST_DIFFERENCES = 64
-"""Number of differences after which whole weights must come: a late engine gets all of them."""
 _MOST_RUNS = 16
 """Number of runs of a policy whose requests are recognised when they are repeated."""
 Header: TypeAlias = engine_pb2.UpdateWeightsHeader | engine_pb2.AdapterHeader
@@ -105,15 +102,11 @@ class KeptWeights:
         opened = [one.run for one in self.state.runs if one.run.adapter == adapter]
         return opened[-1] if opened else sampling_pb2.PolicyRun(model=self.model, adapter=adapter)
 
-    @property
-    def current_runs(self) -> list[sampling_pb2.PolicyRun]:
-        """The current run of each policy of which one was opened."""
-        return list({one.run.adapter: one.run for one in self.state.runs}.values())
-
     def run_of_request(self, adapter: str, request_id: str) -> sampling_pb2.PolicyRun | None:
         """Returns the run that a request opened. None if it opened none."""
-        runs = [one for one in self.state.runs if one.run.adapter == adapter]
-        return next((one.run for one in runs if one.request_id == request_id), None)
+        wanted = adapter, request_id
+        runs = (one for one in self.state.runs if (one.run.adapter, one.request_id) == wanted)
+        return next((one.run for one in runs), None)
 
     def open_run(self, run: sampling_pb2.PolicyRun, request_id: str) -> None:
         """Stores a run, which is current from then on.
@@ -124,7 +117,7 @@ class KeptWeights:
         mine = [one for one in self.state.runs if one.run.adapter == run.adapter]
         outlived = mine[: -_MOST_RUNS + 1]
         runs = [one for one in self.state.runs if one not in outlived]
-        self._store(runs=[*runs, peers_pb2.OpenedRun(run=run, request_id=request_id)])
+        self.store(runs=[*runs, peers_pb2.OpenedRun(run=run, request_id=request_id)])
 
     def chain_to(
         self, header: engine_pb2.UpdateWeightsHeader
@@ -143,27 +136,6 @@ class KeptWeights:
         raise SupersededError(
             f"policy_version {header.policy_version}: later weights replaced those that it changes"
         )
-
-    def check_base(self, header: engine_pb2.UpdateWeightsHeader) -> None:
-        """Checks that the weights that a push changes are the current ones, and can be changed.
-
-        Raises:
-            WeightsBaseError: They are not.
-        """
-        base, current = header.base_push_id, self.current
-        if not base:
-            return
-        other_run = current and run_of(current.policy_version) != run_of(header.policy_version)
-        if current is None or other_run or current.push_id != base or not current.keep_file:
-            raise WeightsBaseError(
-                f"header.base_push_id: {base!r:.80} is not the last push of the run with "
-                "keep_file; push whole weights"
-            )
-        if len(self.state.bases) >= _MOST_DIFFERENCES:
-            raise WeightsBaseError(
-                f"header.base_push_id: {_MOST_DIFFERENCES} differences follow each other; push "
-                "whole weights"
-            )
 
     def file_of(self, header: Header) -> Path | None:
         """Returns the file of a push, or None if it was not pushed as bytes."""
@@ -194,12 +166,6 @@ class KeptWeights:
         with suppress(OSError):
             self._part(header).unlink()
 
-    def has(self, header: Header) -> bool:
-        """Returns whether a push is the last one of weights, or one of the kept adapters."""
-        adapters = (one.header.push_id for one in self.state.adapters)
-        weights = self.state.offered.push_id, self.state.current.push_id
-        return header.push_id in {*weights, *adapters}
-
     def is_offered(self, header: Header) -> bool:
         """Returns whether a push is offered and not accepted yet."""
         return any(one.push_id == header.push_id for one in self.offers)
@@ -228,9 +194,9 @@ class KeptWeights:
         self.keep_part(header)
         if isinstance(header, engine_pb2.AdapterHeader):
             offered = peers_pb2.KeptAdapter(header=header)
-            self.keep_adapters(sorted([*self.state.adapters, offered], key=_order))
+            self.store(adapters=sorted([*self.state.adapters, offered], key=_order))
         else:
-            self._store(offered=header, request_id=request_id)
+            self.store(offered=header, request_id=request_id)
 
     def accept(self, header: Header) -> None:
         """Makes offered weights current, or an offered adapter retained as by `with_adapter`.
@@ -239,9 +205,9 @@ class KeptWeights:
             StoreError: The change could not be stored. The earlier weights stay current.
         """
         if isinstance(header, engine_pb2.AdapterHeader):
-            self.keep_adapters(self.with_adapter(header))
+            self.store(adapters=self.with_adapter(header))
         else:
-            self._store(current=header, offered=None, bases=self.chain_to(header)[:-1])
+            self.store(current=header, offered=None, bases=self.chain_to(header)[:-1])
 
     def withdraw(self, header: Header) -> bool:
         """Drops an offer, which no engine has loaded. Returns whether there was one."""
@@ -249,14 +215,10 @@ class KeptWeights:
             return False
         if isinstance(header, engine_pb2.AdapterHeader):
             kept = self.state.adapters
-            self.keep_adapters(one for one in kept if one.header.push_id != header.push_id)
+            self.store(adapters=[one for one in kept if one.header.push_id != header.push_id])
         else:
-            self._store(offered=None, request_id="")
+            self.store(offered=None, request_id="")
         return True
-
-    def forget(self) -> None:
-        """Drops the current weights and the offer."""
-        self._store(current=None, offered=None, request_id="", bases=())
 
     def adapters_of(self, name: str) -> list[peers_pb2.KeptAdapter]:
         """Returns the revisions of an adapter."""
@@ -264,22 +226,14 @@ class KeptWeights:
 
     def with_adapter(self, header: engine_pb2.AdapterHeader) -> list[peers_pb2.KeptAdapter]:
         """Returns the adapters once a revision is accepted, without earlier offers of its name."""
-        mine = peers_pb2.KeptAdapter(header=header, accepted=True)
-        others = [one for one in self.state.adapters if one.header.push_id != header.push_id]
-        return sorted([mine, *(one for one in others if not _is_outlived(one, mine))], key=_order)
-
-    def keep_adapters(self, adapters: Iterable[peers_pb2.KeptAdapter]) -> None:
-        """Drops all other adapters."""
-        self._store(adapters=adapters)
-
-    def forget_adapter(self, adapter: sampling_pb2.AdapterRef) -> None:
-        """Drops a revision, or with version 0 all of its name."""
-        self.keep_adapters(
-            one
-            for one in self.state.adapters
-            if one.header.adapter.name != adapter.name
-            or adapter.version not in {0, one.header.adapter.version}
-        )
+        name, version = revision_of(header.adapter)
+        after = [peers_pb2.KeptAdapter(header=header, accepted=True)]
+        for one in self.state.adapters:
+            own = one.header.adapter
+            is_outlived = not one.accepted and own.name == name and own.version < version
+            if one.header.push_id != header.push_id and not is_outlived:
+                after.append(one)
+        return sorted(after, key=_order)
 
     def is_behind(self, state: peers_pb2.KeptWeights) -> bool:
         """Returns whether the state of a peer is later."""
@@ -324,8 +278,12 @@ class KeptWeights:
             self.state = state
             self._sweep()
 
-    def _store(self, **changes: Any) -> None:
-        """Stores a later state. None clears a field."""
+    def store(self, **changes: Any) -> None:
+        """Stores a later state, with other values of some fields. None clears a field.
+
+        Raises:
+            StoreError: It could not be stored. The earlier state remains.
+        """
         former = {field.name: value for field, value in self.state.ListFields()}
         former |= {"model": self.model, "revision": self.state.revision + 1}
         self.adopt(peers_pb2.KeptWeights(**{**former, **changes}))
@@ -367,8 +325,14 @@ def restored(data_dir: Path) -> list[KeptWeights]:
         for folder in (data_dir / "weights").glob("*/"):
             for part in folder.glob(f"*{_PART}"):
                 part.unlink(missing_ok=True)
-            if (state := _read(folder / _KEPT)) is not None:
-                found.append(KeptWeights(data_dir, state.model, state))
+            if not (path := folder / _KEPT).exists():
+                continue
+            try:
+                state = peers_pb2.KeptWeights.FromString(path.read_bytes())
+            except DecodeError as error:
+                problem = f"data_dir: {path} is damaged; remove its folder"
+                raise StoreError(problem) from error
+            found.append(KeptWeights(data_dir, state.model, state))
     return found
 
 
@@ -412,11 +376,6 @@ def holds(engine: Engine, header: Header) -> bool:
     return (engine.policy_version, engine.push_id) == (header.policy_version, header.push_id)
 
 
-def _is_outlived(one: peers_pb2.KeptAdapter, accepted: peers_pb2.KeptAdapter) -> bool:
-    own, other = one.header.adapter, accepted.header.adapter
-    return not one.accepted and own.name == other.name and own.version < other.version
-
-
 def _order(adapter: peers_pb2.KeptAdapter) -> Revision:
     return revision_of(adapter.header.adapter)
 
@@ -441,12 +400,3 @@ def _position(state: peers_pb2.KeptWeights) -> tuple[int, str, list[str], list[s
     adapters = [one.header.push_id for one in state.adapters]
     runs = [f"{one.run.number} {one.request_id}" for one in state.runs]
     return state.revision, state.offered.push_id or state.current.push_id, adapters, runs
-
-
-def _read(path: Path) -> peers_pb2.KeptWeights | None:
-    if not path.exists():
-        return None
-    try:
-        return peers_pb2.KeptWeights.FromString(path.read_bytes())
-    except DecodeError as error:
-        raise StoreError(f"data_dir: {path} is damaged; remove its folder") from error

@@ -594,7 +594,20 @@ class LeaseTable:
             first = self._queue.next() or self._overdue(now_ms)
             if first is None:
                 break
-            ended.append(self._end_wait(first, now_ms))
+            result: leases_pb2.LeaseGrant | RollmeshError | None = None
+            stream = first.stream
+            del stream.waiting[first.lease_id]
+            try:
+                result = self._grant(first)
+                if result is None and not first.choice.fitting:
+                    self._readmit(first)
+                    result = self._grant(first)
+            except InvalidLeaseError as error:
+                result = error
+            self._queue.remove(first, served=isinstance(result, leases_pb2.LeaseGrant))
+            result = result or self._refusal(first, now_ms)
+            waited_ms, trace = now_ms - first.asked_ms, first.traceparent
+            ended.append(EndedWait(stream.stream_id, first.lease_id, waited_ms, result, trace))
         return ended
 
     def due_ms(self, now_ms: int) -> int | None:
@@ -615,7 +628,10 @@ class LeaseTable:
             raise InvalidLeaseError("acquire", f"model: is empty; give one of {known}")
         session = self._sessions.get(request.session_id)
         placed = None if session is None else session.engine
-        sibling = None if placed is not None else self._engine_of_group(group_id)
+        sibling = None
+        if placed is None:  # the oldest placed session of its group has the prompt in its cache
+            siblings = (self._sessions[one].engine for one in self._groups.get(group_id, ()))
+            sibling = next(filter(None, siblings), None)
         engine = request.choice.pick(placed, sibling, self._imbalance_margin)
         if engine is None:
             return None
@@ -660,24 +676,6 @@ class LeaseTable:
         self.fleet.touch(engine)
         return engine.circuit.end(lease.epoch, outcome, now_ms, self._circuits)
 
-    def _end_wait(self, request: Request, now_ms: int) -> EndedWait:
-        """Grants a waiting request a slot, or refuses it if there is none."""
-        stream = request.stream
-        del stream.waiting[request.lease_id]
-        result: leases_pb2.LeaseGrant | RollmeshError | None
-        try:
-            result = self._grant(request)
-            if result is None and not request.choice.fitting:
-                self._readmit(request)
-                result = self._grant(request)
-        except InvalidLeaseError as error:
-            result = error
-        self._queue.remove(request, served=isinstance(result, leases_pb2.LeaseGrant))
-        if result is None:
-            result = self._refusal(request, now_ms)
-        waited_ms = now_ms - request.asked_ms
-        return EndedWait(stream.stream_id, request.lease_id, waited_ms, result, request.traceparent)
-
     def _overdue(self, now_ms: int) -> Request | None:
         """Returns a request whose wait is over, or None if there is none.
 
@@ -716,13 +714,6 @@ class LeaseTable:
     def _delay_ms(self, pool: Pool, now_ms: int) -> int:
         """Estimates how long one more request for engines of a pool would wait, milliseconds."""
         return pool.delay_ms(self._queue.ahead(pool), now_ms)
-
-    def _engine_of_group(self, group_id: str) -> Engine | None:
-        """Returns the engine of the oldest placed session of a group, or None if there is none."""
-        for session_id in self._groups.get(group_id, ()):
-            if (engine := self._sessions[session_id].engine) is not None:
-                return engine
-        return None
 
     def _place(self, session_id: str, engine: Engine, stream: Stream, group_id: str) -> None:
         """Places a session, which a stream uses now. An empty group leaves its group as it is."""

@@ -136,16 +136,8 @@ class Members:
                     f"replica_id: {hello.replica_id!r} is registered from "
                     f"{former.hello.address}; give each replica its own id"
                 )
-        self._check_alike(hello)
-        self._left.pop(hello.instance_id, None)  # it reports itself again
-        member = self._members[key] = Member(hello)
-        return member
-
-    def _check_alike(self, hello: router_pb2.ReplicaHello) -> None:
-        """Checks that a member is like the others of its kind: a session may be served by any.
-
-        Collectors have one store. Engines of a model have log-probabilities of one distribution.
-        """
+        # A session may be served by any: collectors have one store, engines of a model have
+        # log-probabilities of one distribution.
         own = hello.numerics.logprobs
         for other in self.hellos():
             if other.kind != hello.kind or other.replica_id == hello.replica_id:
@@ -163,6 +155,9 @@ class Members:
                     f"is {_mode(own)}, and {_mode(theirs)} at engine {other.replica_id}; start all "
                     "engines of a model with one setting `logprobs`",
                 )
+        self._left.pop(hello.instance_id, None)  # it reports itself again
+        member = self._members[key] = Member(hello)
+        return member
 
     def has(self, member: Member) -> bool:
         """Returns whether a member still owns its id."""

@@ -52,14 +52,16 @@ class Models:
     """
 
     def __init__(self, fleet: Fleet, members: Members, config: RouterConfig) -> None:
-        self._gathered_ms = clock.monotonic_ms() + config.gather_ms
+        self.gathered_ms = clock.monotonic_ms() + config.gather_ms
+        """When members have had the time to register again after this router's start."""
         self.pins = Pins(config)
         """The pins of weights."""
         self.fleet = fleet
         self.members = members
         self._data_dir = config.data_dir
         self._most_revisions = config.max_adapter_lag + 1
-        self._kept: dict[str, KeptWeights] = {}
+        self.all_kept: dict[str, KeptWeights] = {}
+        """The kept weights by model."""
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def restore(self) -> None:
@@ -69,17 +71,17 @@ class Models:
             StoreError: The folder cannot be read or written.
         """
         for kept in await asyncio.to_thread(restored, self._data_dir):
-            self._kept[kept.model] = kept
+            self.all_kept[kept.model] = kept
             self.show(kept)
 
     def names(self) -> set[str]:
         """Returns the models of engines and gateways, and those with kept weights."""
-        kept = {name for name, one in self._kept.items() if one.current or one.state.adapters}
+        kept = {name for name, one in self.all_kept.items() if one.current or one.state.adapters}
         return self.members.models() | kept
 
     def adapters(self) -> set[str]:
         """Returns the names of all retained adapters."""
-        return {one.name for kept in self._kept.values() for one in kept.retained}
+        return {one.name for kept in self.all_kept.values() for one in kept.retained}
 
     def weights(self) -> list[router_pb2.ModelWeights]:
         """Returns the target and the last version of every model, sorted by name."""
@@ -89,7 +91,7 @@ class Models:
                 target_policy_version=self.kept(name).target_version,
                 last_policy_version=self.kept(name).last_version,
                 adapters=self.kept(name).retained,
-                runs=self.kept(name).current_runs,
+                runs={one.run.adapter: one.run for one in self.kept(name).state.runs}.values(),
                 pins=self.pins.shown(name),
             )
             for name in sorted(self.names())
@@ -120,13 +122,8 @@ class Models:
 
     async def gather(self) -> None:
         """Waits until members have had the time to register again after this router's start."""
-        wait_ms = self._gathered_ms - clock.monotonic_ms()
+        wait_ms = self.gathered_ms - clock.monotonic_ms()
         await asyncio.sleep(max(wait_ms, 0) / 1000)
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether members have had the time to register again after this router's start."""
-        return clock.monotonic_ms() >= self._gathered_ms
 
     def surviving(
         self, model: str, adapters: Sequence[peers_pb2.KeptAdapter]
@@ -163,9 +160,9 @@ class Models:
 
     def kept(self, model: str) -> KeptWeights:
         """Returns the kept weights of a model."""
-        kept = self._kept.get(model)
+        kept = self.all_kept.get(model)
         if kept is None:
-            kept = self._kept[model] = KeptWeights(self._data_dir, model)
+            kept = self.all_kept[model] = KeptWeights(self._data_dir, model)
         return kept
 
     def left(self, model: str) -> None:
@@ -173,18 +170,14 @@ class Models:
 
         The revision of weights that were forgotten remains, for peers that do not know of it.
         """
-        kept = self._kept.get(model)
+        kept = self.all_kept.get(model)
         if kept is None or kept.offered or kept.state.adapters or model in self.names():
             return
         if (lock := self._locks.get(model)) is None or not lock.locked():
             metrics.forget_target(model)
             self._locks.pop(model, None)
             if not kept.state.revision:
-                del self._kept[model]
-
-    def all_kept(self) -> list[peers_pb2.KeptWeights]:
-        """Returns the kept state of each model that was ever pushed."""
-        return [kept.state for kept in self._kept.values() if kept.state.revision]
+                del self.all_kept[model]
 
     def lock(self, model: str) -> asyncio.Lock:
         """Returns the lock that guards changes of a model's kept weights."""

@@ -55,7 +55,8 @@ class Peers(peers_pb2_grpc.PeerServiceServicer):
         self, request: peers_pb2.ListKeptWeightsRequest, context: Context
     ) -> peers_pb2.ListKeptWeightsResponse:
         return peers_pb2.ListKeptWeightsResponse(
-            kept=self._models.all_kept(), pins=self._models.pins.stated()
+            kept=[one.state for one in self._models.all_kept.values() if one.state.revision],
+            pins=self._models.pins.stated(),
         )
 
     async def FetchWeights(

@@ -7,6 +7,7 @@ sees the other.
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -119,13 +120,14 @@ class Pins:
             WeightsPinnedError: The deadline is too close.
             ShuttingDownError: The router stops.
         """
-        begun_ms = clock.monotonic_ms()
-        give_up_ms = None if limit_s is None else begun_ms + int(limit_s * 1000) - _SPARE_MS
+        give_up_ms = math.inf
+        if limit_s is not None:
+            give_up_ms = clock.monotonic_ms() + int(limit_s * 1000) - _SPARE_MS
         is_logged = False
         while pins := self._of_model(model):
             now_ms, pin = clock.monotonic_ms(), max(pins, key=lambda pin: pin.ends_ms)
             left_s = (pin.ends_ms - now_ms) / 1000
-            if give_up_ms is not None and now_ms >= give_up_ms:
+            if now_ms >= give_up_ms:
                 raise WeightsPinnedError(
                     f"{pin.holder} pins {told(pin.policy_version)} for up to {left_s:.0f} s more; "
                     "push again later, or end it",
@@ -136,8 +138,13 @@ class Pins:
                 found = fields(model=model, holder=pin.holder, at_most_s=round(left_s))
                 _log.info("push waits for pinned weights", extra=found)
                 is_logged = True
-            at_ms = min(one.until_ms for one in pins)
-            await self._change(at_ms if give_up_ms is None else min(at_ms, give_up_ms))
+            at_ms = min(give_up_ms, *(one.until_ms for one in pins))
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(at_ms - clock.monotonic_ms(), 0) / 1000):
+                    await self._changed.wait()
+            if self._ended:
+                raise ShuttingDownError("the router is shutting down; push at another one")
 
     def end(self) -> None:
         """Ends the waits, with an error."""
@@ -178,15 +185,6 @@ class Pins:
         now_ms, own = clock.monotonic_ms(), self._own.get(model, {})
         both = {pin.holder: pin for pin in [*pins, *own.values()] if pin.until_ms > now_ms}
         return list(both.values())
-
-    async def _change(self, at_ms: int) -> None:
-        """Waits for a change, at the latest until a time."""
-        self._changed.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(at_ms - clock.monotonic_ms(), 0) / 1000):
-                await self._changed.wait()
-        if self._ended:
-            raise ShuttingDownError("the router is shutting down; push at another one")
 
 
 def _proto(pin: _Pin, remaining_ms: int) -> router_pb2.WeightPin:

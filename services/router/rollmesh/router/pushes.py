@@ -21,6 +21,7 @@ from rollmesh.runtime import (
     begun,
     check_current,
     check_run,
+    clock,
     contained,
     opened,
     run_of,
@@ -43,6 +44,8 @@ from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
 
 _log = logging.getLogger(__name__)
+_MOST_DIFFERENCES = 64
+"""Number of differences after which whole weights must come: a late engine gets all of them."""
 _REFUSALS = (
     EngineAsleepError,
     InvalidFieldError,
@@ -226,7 +229,8 @@ class Pushes:
         await self.peers.sync()
         async with self._models.lock(model):
             former = kept.target_version
-            await asyncio.to_thread(kept.forget)
+            forgotten = {"current": None, "offered": None, "request_id": "", "bases": ()}
+            await asyncio.to_thread(kept.store, **forgotten)
             self._models.show(kept)
         await self.peers.share()
         _log.warning("kept weights forgotten", extra=fields(model=model, policy_version=former))
@@ -241,7 +245,13 @@ class Pushes:
         kept = self._models.kept(model)
         await self.peers.sync()
         async with self._models.lock(model):
-            await asyncio.to_thread(kept.forget_adapter, adapter)
+            left = [
+                one
+                for one in kept.state.adapters
+                if one.header.adapter.name != adapter.name
+                or adapter.version not in {0, one.header.adapter.version}
+            ]
+            await asyncio.to_thread(kept.store, adapters=left)
             self._models.show(kept)
         await self.peers.share()
         _log.warning(
@@ -260,7 +270,7 @@ class Pushes:
             )
 
     def heed(self, engine: Engine) -> None:
-        """Compares what an engine reports with what is kept. Updates it if they differ."""
+        """Compares the report of an engine with the kept weights. Updates it if they differ."""
         kept = self._models.kept(engine.model)
         for header in kept.offers:
             if holds(engine, header):
@@ -313,10 +323,7 @@ class Pushes:
         """Checks that a push can follow the kept ones."""
         if isinstance(header, engine_pb2.AdapterHeader):
             self._check_adapter(header, kept)
-        else:
-            self._check_weights(header, kept)
-
-    def _check_weights(self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights) -> None:
+            return
         last, step = kept.last_version, self._config.max_version_step
         if adapters := len(kept.state.adapters):
             raise InvalidFieldError(
@@ -334,7 +341,20 @@ class Pushes:
                 f"is {header.policy_version}, more than {step} above {last}; count up in smaller "
                 "steps, or raise the router's max_version_step",
             )
-        kept.check_base(header)
+        if not (base := header.base_push_id):
+            return
+        current = kept.current
+        other_run = current and run_of(current.policy_version) != run_of(header.policy_version)
+        if current is None or other_run or current.push_id != base or not current.keep_file:
+            raise WeightsBaseError(
+                f"header.base_push_id: {base!r:.80} is not the last push of the run with "
+                "keep_file; push whole weights"
+            )
+        if len(kept.state.bases) >= _MOST_DIFFERENCES:
+            raise WeightsBaseError(
+                f"header.base_push_id: {_MOST_DIFFERENCES} differences follow each other; push "
+                "whole weights"
+            )
 
     def _check_adapter(self, header: engine_pb2.AdapterHeader, kept: KeptWeights) -> None:
         """Checks the version of a push, its weights, and that the engines have room."""
@@ -402,8 +422,19 @@ class Pushes:
         engines = fleet.of_model(kept.model)
         if isinstance(header, engine_pb2.AdapterHeader):
             engines = [one for one in engines if one.max_adapters and not fleet.fenced(one)]
-        if not kept.has(header):
-            raise self._superseded(header, kept)
+        weights = kept.state.offered.push_id, kept.state.current.push_id
+        adapters = (one.header.push_id for one in kept.state.adapters)
+        if header.push_id not in {*weights, *adapters}:  # a peer's replaced it
+            if isinstance(header, engine_pb2.AdapterHeader):
+                raise SupersededError(
+                    f"header.adapter: another router changed the adapters of {kept.model!r} at "
+                    "the same time; push again"
+                )
+            other = "an adapter" if kept.state.adapters else f"version {kept.last_version}"
+            raise SupersededError(
+                f"policy_version {header.policy_version}: another router received {other} at the "
+                f"same time; push again, above version {kept.last_version}"
+            )
         if not engines:
             await self._accept(None, header)
         results = await asyncio.gather(*(self._updates.offer(one, header) for one in engines))
@@ -425,19 +456,6 @@ class Pushes:
                 await self.peers.share()
         return results
 
-    def _superseded(self, header: Header, kept: KeptWeights) -> SupersededError:
-        """Returns the error of a push that a peer's replaced."""
-        if isinstance(header, engine_pb2.AdapterHeader):
-            return SupersededError(
-                f"header.adapter: another router changed the adapters of {kept.model!r} at the "
-                "same time; push again"
-            )
-        other = "an adapter" if kept.state.adapters else f"version {kept.last_version}"
-        return SupersededError(
-            f"policy_version {header.policy_version}: another router received {other} at the "
-            f"same time; push again, above version {kept.last_version}"
-        )
-
     async def _accept(self, engine: Engine | None, header: Header) -> None:
         """Accepts an offered push that an engine holds, or that there is no engine to ask for."""
         kept = self._models.kept(header.model)
@@ -456,13 +474,14 @@ class Pushes:
     def _outlived(self, kept: KeptWeights) -> bool:
         """Returns whether revisions need not be retained any more."""
         surviving = self._models.surviving(kept.model, kept.state.adapters)
-        return self._models.is_gathered and len(surviving) < len(kept.state.adapters)
+        is_gathered = clock.monotonic_ms() >= self._models.gathered_ms
+        return is_gathered and len(surviving) < len(kept.state.adapters)
 
     async def _drop(self, kept: KeptWeights) -> None:
         """Drops the revisions that need not be retained any more. The caller has the lock."""
         if self._outlived(kept):
             surviving = self._models.surviving(kept.model, kept.state.adapters)
-            await asyncio.to_thread(kept.keep_adapters, surviving)
+            await asyncio.to_thread(kept.store, adapters=surviving)
 
     async def _retire(self, kept: KeptWeights) -> None:
         """Drops the revisions that no session names any more, here and at the peers."""

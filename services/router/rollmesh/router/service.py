@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -155,7 +156,23 @@ class RouterService(
         if self._ended:
             raise _shutting_down()
         member = await self._members.join(_checked_hello(first))
-        engine = self._add_engine(member.hello)
+        engine, hello = None, member.hello
+        if hello.kind == router_pb2.REPLICA_KIND_ENGINE:
+            engine = Engine(
+                hello.replica_id,
+                hello.address,
+                hello.model,
+                hello.lease_capacity,
+                tokenizer_sha256=hello.tokenizer_sha256,
+                vocabulary_tokens=hello.vocabulary_tokens,
+                numerics=hello.numerics,
+                max_adapters=hello.max_adapters,
+                tunnels=frozenset() if is_tunnel(hello.address) else None,
+            )
+            _take_load(engine, hello.load)
+            self.table.add_engine(engine)
+            warn_of_misfits(self.table.fleet)
+            self._pushes.joined(engine)
         try:
             yield members_pb2.RegisterResponse(router_id=self._router_id)
             async with self._members.reporting(member):
@@ -279,7 +296,15 @@ class RouterService(
             given = await header_of(request_iterator)
 
             async def push() -> router_pb2.PushWeightsResponse:
-                header = _update_header(given)
+                source = given.WhichOneof("source")
+                header = engine_pb2.UpdateWeightsHeader(
+                    policy_version=given.policy_version,
+                    pause_mode=given.pause_mode,
+                    model=given.model,
+                    keep_file=given.keep_file,
+                    base_push_id=given.base_push_id,
+                    **({source: getattr(given, source)} if source else {}),
+                )
                 version, results = await self._pushes.push(
                     header,
                     chunks_of(request_iterator),
@@ -315,19 +340,15 @@ class RouterService(
     async def OpenRun(
         self, request: router_pb2.OpenRunRequest, context: Context
     ) -> router_pb2.OpenRunResponse:
-        async def open_run() -> router_pb2.OpenRunResponse:
-            return router_pb2.OpenRunResponse(run=await self._pushes.open_run(request))
-
-        return await self._write(request, open_run)
+        run = await self._write(request, lambda: self._pushes.open_run(request))
+        return router_pb2.OpenRunResponse(run=run)
 
     async def ForgetWeights(
         self, request: router_pb2.ForgetWeightsRequest, context: Context
     ) -> router_pb2.ForgetWeightsResponse:
-        async def forget() -> router_pb2.ForgetWeightsResponse:
-            model, version = await self._pushes.forget(request.model)
-            return router_pb2.ForgetWeightsResponse(model=model, policy_version=version)
-
-        return await self._write(request, forget)
+        forget = partial(self._pushes.forget, request.model)
+        model, version = await self._write(request, forget)
+        return router_pb2.ForgetWeightsResponse(model=model, policy_version=version)
 
     async def _write(self, request: Any, work: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Executes a write once. The streams of members stay open until it has ended."""
@@ -338,45 +359,11 @@ class RouterService(
             self._writes -= 1
             self._end_if_idle()
 
-    def _add_engine(self, hello: router_pb2.ReplicaHello) -> Engine | None:
-        if hello.kind != router_pb2.REPLICA_KIND_ENGINE:
-            return None
-        engine = Engine(
-            hello.replica_id,
-            hello.address,
-            hello.model,
-            hello.lease_capacity,
-            tokenizer_sha256=hello.tokenizer_sha256,
-            vocabulary_tokens=hello.vocabulary_tokens,
-            numerics=hello.numerics,
-            max_adapters=hello.max_adapters,
-            tunnels=frozenset() if is_tunnel(hello.address) else None,
-        )
-        _take_load(engine, hello.load)
-        self.table.add_engine(engine)
-        warn_of_misfits(self.table.fleet)
-        self._pushes.joined(engine)
-        return engine
-
 
 def _shutting_down() -> ShuttingDownError:
     """Returns the error that ends the streams of members."""
     return ShuttingDownError(
         "the router is shutting down; reconnect, or use another router", retry_delay_ms=_RETRY_MS
-    )
-
-
-def _update_header(header: router_pb2.PushWeightsHeader) -> engine_pb2.UpdateWeightsHeader:
-    """Returns the header of a push that engines receive."""
-    source = header.WhichOneof("source")
-    given: dict[str, Any] = {source: getattr(header, source)} if source else {}
-    return engine_pb2.UpdateWeightsHeader(
-        policy_version=header.policy_version,
-        pause_mode=header.pause_mode,
-        model=header.model,
-        keep_file=header.keep_file,
-        base_push_id=header.base_push_id,
-        **given,
     )
 
 

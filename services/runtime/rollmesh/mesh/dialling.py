@@ -90,6 +90,7 @@ class DialOut:
     async def stay(self) -> None:
         """Keeps the tunnels until it is cancelled."""
         held: dict[_Place, asyncio.Task[None]] = {}
+        routers, request = set(self._places), router_pb2.ListGatewaysRequest()
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -98,22 +99,18 @@ class DialOut:
                     await asyncio.sleep(_LIST_S)
                     if self._model is not None:
                         with suppress(RollmeshError):  # the known gateways stay
-                            await self._list(self._model)
+                            listed = await self._routers.ask(
+                                lambda stub, limit_s: stub.ListGateways(request, timeout=limit_s),
+                                _LIST_TIMEOUT_S,
+                            )
+                            of_model = [
+                                one for one in listed.gateways if one.model in {"", self._model}
+                            ]
+                            gateways = {_Place(one.address, one.gateway_id) for one in of_model}
+                            self._places = routers | gateways
                     held = {one: task for one, task in held.items() if not task.done()}
         finally:
             await self._routers.aclose()
-
-    async def _list(self, model: str) -> None:
-        request = router_pb2.ListGatewaysRequest()
-        listed = await self._routers.ask(
-            lambda stub, limit_s: stub.ListGateways(request, timeout=limit_s), _LIST_TIMEOUT_S
-        )
-        routers = {one for one in self._places if not one.gateway_id}
-        self._places = routers | {
-            _Place(one.address, one.gateway_id)
-            for one in listed.gateways
-            if one.model in {"", model}
-        }
 
     async def _hold(self, place: _Place) -> None:
         """Dials one place again and again, until its tunnel is down and it is not listed."""
@@ -127,49 +124,41 @@ class DialOut:
             await asyncio.sleep(backoff.next_s())
 
     async def _dial(self, place: _Place, tunnel: Tunnel, backoff: Backoff) -> None:
-        """Carries a tunnel until its call has ended. Its failure is logged, rarely."""
+        """Carries a tunnel over one call until that has ended. Why is logged, rarely."""
+        hello = tunnels_pb2.AttachRequest(
+            caller_id=self._caller_id, tunnel=tunnel.name, held=tunnel.held()
+        )
         try:
-            await self._call(place, tunnel, backoff)
+            # A new channel each time: its own pause between connections would be too long.
+            async with open_channel(
+                place.address, SHORT_KEEPALIVE_MS, own_connection=True, identity=self._identity
+            ) as channel:
+                call = tunnels_pb2_grpc.TunnelServiceStub(channel).Attach()
+                try:
+                    async with aclosing(read_stream(call)) as messages:
+                        async with asyncio.timeout(SILENCE_S):
+                            with typed_errors(call):
+                                await call.write(hello)
+                            answer = await anext(messages, tunnels_pb2.AttachResponse())
+                        if tunnel.name != answer.tunnel:
+                            tunnel.forget()
+                            tunnel.name = answer.tunnel
+                        backoff.reset()
+                        self._note(place, up=True)
+                        await tunnel.run(
+                            lambda frame: call.write(tunnels_pb2.AttachRequest(frame=frame)),
+                            messages,
+                            answer.held,
+                        )
+                except TimeoutError:
+                    raise DeadlineError(f"no answer within {SILENCE_S:g} s") from None
+                finally:
+                    self._note(place, up=False)
         except RollmeshError as error:
             if (now_ms := clock.monotonic_ms()) >= self._next_log_ms.get(place, 0):
                 self._next_log_ms[place] = now_ms + _LOG_MS
                 why = {"reason": error.reason, "error": error.message}
                 _log.warning("no tunnel", extra=fields(address=place.address, **why))
-
-    async def _call(self, place: _Place, tunnel: Tunnel, backoff: Backoff) -> None:
-        """Carries a tunnel over one call until it ends.
-
-        Raises:
-            RollmeshError: Always, in the end.
-        """
-        hello = tunnels_pb2.AttachRequest(
-            caller_id=self._caller_id, tunnel=tunnel.name, held=tunnel.held()
-        )
-        # A new channel each time: its own pause between connections would be too long.
-        async with open_channel(
-            place.address, SHORT_KEEPALIVE_MS, own_connection=True, identity=self._identity
-        ) as channel:
-            call = tunnels_pb2_grpc.TunnelServiceStub(channel).Attach()
-            try:
-                async with aclosing(read_stream(call)) as messages:
-                    async with asyncio.timeout(SILENCE_S):
-                        with typed_errors(call):
-                            await call.write(hello)
-                        answer = await anext(messages, tunnels_pb2.AttachResponse())
-                    if tunnel.name != answer.tunnel:
-                        tunnel.forget()
-                        tunnel.name = answer.tunnel
-                    backoff.reset()
-                    self._note(place, up=True)
-                    await tunnel.run(
-                        lambda frame: call.write(tunnels_pb2.AttachRequest(frame=frame)),
-                        messages,
-                        answer.held,
-                    )
-            except TimeoutError:
-                raise DeadlineError(f"no answer within {SILENCE_S:g} s") from None
-            finally:
-                self._note(place, up=False)
 
     def _note(self, place: _Place, *, up: bool) -> None:
         (self._up.add if up else self._up.discard)(place)

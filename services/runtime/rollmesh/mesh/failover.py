@@ -105,7 +105,10 @@ class Suspects:
         try:
             yield attempt
         except (EngineDeadError, EngineFaultError, RemoteError) as error:
-            if attempt.engine_id and not attempt.is_answered and _is_lost(error):
+            is_lie = isinstance(error, EngineFaultError) and error.spoils_tokens
+            is_refusal = isinstance(error, RemoteError) and error.code != "UNAVAILABLE"
+            is_lost = not (is_lie or is_refusal)  # it died or fell silent
+            if attempt.engine_id and not attempt.is_answered and is_lost:
                 self._died(attempt, error)
             raise
         finally:
@@ -197,13 +200,6 @@ def _digest(request: engine_pb2.GenerateRequest) -> bytes:
     asked.ClearField("request_id")
     asked.sampling.ClearField("seed")
     return sha256(asked.SerializeToString(deterministic=True)).digest()
-
-
-def _is_lost(error: Exception) -> bool:
-    """Returns whether an engine died or fell silent. A lying engine answered the request."""
-    if isinstance(error, EngineFaultError):
-        return not error.spoils_tokens
-    return not isinstance(error, RemoteError) or error.code == "UNAVAILABLE"
 
 
 def _refusal(record: _Record) -> PoisonRequestError:
@@ -372,13 +368,20 @@ class Failover:
                     retry_delay_ms=_RETRY_MS,
                 )
                 error.__cause__ = loss
-            if not _goes_on(order, error):
+            cause = error.__cause__
+            is_lie = isinstance(cause, EngineFaultError) and cause.spoils_tokens
+            goes_on = generation.is_known and not (is_lie and generation.fresh)
+            if goes_on:
+                reason = order.stop_reason or ended(generation.request, generation.token_ids())
+                if reason is not None:  # its tokens are all of it
+                    generation.end(engine_pb2.GenerateFinish(reason=reason))
+                    return
+                goes_on = not generation.taken or not why_not_continued(generation.request)
+            if not goes_on:
                 if order.is_sent():
-                    raise error from error.__cause__
+                    raise error from cause
                 order.generation = generation.anew()
                 yield None
-            elif order.is_complete:
-                return
             # An engine that aborted obeyed an operator, and may be tried again.
             was_lost = not isinstance(error, GenerationAbortedError)
             if order.generation.taken > held:
@@ -394,7 +397,7 @@ class Failover:
     async def _attempt(
         self, order: Order, wanted: sampling_pb2.AdapterRef, lost: Sequence[str]
     ) -> AsyncGenerator[Sampled, None]:
-        """Leases an engine, and yields what it samples until the generation has a finish.
+        """Leases an engine, and yields its tokens until the generation has a finish.
 
         Raises:
             RollmeshError: No engine can be leased, the request is poison, or the engine is lost or
@@ -476,19 +479,3 @@ class Failover:
                     suspects.answered(suspect)
                 if len(run):
                     yield run
-
-
-def _goes_on(order: Order, error: RollmeshError) -> bool:
-    """Returns whether a generation continues from its tokens after an engine was lost.
-
-    If they are all of it, it is ended.
-    """
-    generation, cause = order.generation, error.__cause__
-    spoilt = isinstance(cause, EngineFaultError) and cause.spoils_tokens and generation.fresh
-    if spoilt or not generation.is_known:
-        return False
-    reason = order.stop_reason or ended(generation.request, generation.token_ids())
-    if reason is not None:
-        generation.end(engine_pb2.GenerateFinish(reason=reason))
-        return True
-    return not generation.taken or not why_not_continued(generation.request)

@@ -1,7 +1,7 @@
 """The gateways of a mesh, and which of them serves a session."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -102,8 +102,8 @@ class Reached:
 
     stub: "gateway_pb2_grpc.GatewayServiceAsyncStub"
     route: Route
-    _peers: dict[str, Peer] | None
-    _watch: Callable[[], None]
+    _watching: "GatewayDirectory | None"
+    """Watches calls to it. None if there is no other gateway."""
 
     @contextmanager
     def watched(self, call: Call) -> Iterator[Peer]:
@@ -115,13 +115,12 @@ class Reached:
         Raises:
             RemoteError: The call was ended. Ask the directory for the gateway again.
         """
-        if self._peers is None:
+        if self._watching is None:
             yield Peer()
             return
         running = _Running(call, self.route)
-        peer = self._peers.setdefault(self.route.address, Peer())
+        peer = self._watching.watched(self.route.address)
         peer.running.add(running)
-        self._watch()
         try:
             with ended_with(lambda: running.error):
                 yield peer
@@ -214,10 +213,22 @@ class GatewayDirectory(Directory):
         return name in self._adapters
 
     async def _find(self, session_id: str) -> _Known:
+        """Returns who serves the journal of a session. Looks for a lost gateway again."""
         journal_id = journal_of(session_id)
         known = self._known.get(journal_id)
         if known is None or known.is_lost:
-            known = await self._look_for(journal_id)
+            if known is not None:
+                known.is_lost = False
+            try:
+                await self._list()
+            except RollmeshError:
+                if journal_id not in self._known:
+                    raise
+            if (known := self._known.get(journal_id)) is None:
+                raise NoGatewayError(
+                    "session_id: no gateway serves the session's journal now; try again",
+                    retry_delay_ms=RETRY_MS,
+                )
         known.used_ms = clock.monotonic_ms()
         return known
 
@@ -236,21 +247,6 @@ class GatewayDirectory(Directory):
         if (known := self._known.get(journal_of(session_id))) is not None:
             known.is_lost = True
         return True
-
-    async def _look_for(self, journal_id: str) -> _Known:
-        if (known := self._known.get(journal_id)) is not None:
-            known.is_lost = False
-        try:
-            await self._list()
-        except RollmeshError:
-            if journal_id not in self._known:
-                raise
-        if (known := self._known.get(journal_id)) is None:
-            raise NoGatewayError(
-                "session_id: no gateway serves the session's journal now; try again",
-                retry_delay_ms=RETRY_MS,
-            )
-        return known
 
     async def find(self, request_id: str) -> gateway_pb2.FindSessionResponse | None:
         """Returns the session that a request id opened at any gateway. None if it opened none.
@@ -357,8 +353,8 @@ class GatewayDirectory(Directory):
 
     def _reached(self, address: str, journal_id: str = "", *, is_new: bool = False) -> Reached:
         route = Route(address, journal_id, is_new)
-        peers = None if self._only or address in self._local else self._peers
-        return Reached(self.at(address), route, peers, self._watch)
+        watching = None if self._only or address in self._local else self
+        return Reached(self.at(address), route, watching)
 
     async def _read(self) -> None:
         """Lists the gateways. A router that has none, as after a restart, is passed over."""
@@ -392,9 +388,11 @@ class GatewayDirectory(Directory):
                 found = _Known(gateway.address, gateway.model, journal.epoch, now_ms)
                 self._known[journal.journal_id] = found
 
-    def _watch(self) -> None:
+    def watched(self, address: str) -> Peer:
+        """Returns a gateway that is watched as long as calls to it run."""
         if self._ticking is None:
             self._ticking = asyncio.get_running_loop().create_task(self._tick())
+        return self._peers.setdefault(address, Peer())
 
     async def _tick(self) -> None:
         """Looks for silent gateways until no call is running."""
@@ -411,23 +409,17 @@ class GatewayDirectory(Directory):
                 with suppress(RollmeshError):  # otherwise no router knows better
                     await self._list()
                     for running in [one for peer in silent for one in peer.running]:
-                        if not self._leads_there(running.route):
+                        address, journal_id, is_new = running.route
+                        known = self._known.get(journal_id)
+                        moved = known is not None and known.address != address
+                        is_away = bool(self._addresses) and address not in self._addresses
+                        # A gateway that no router names may return with its sessions, unless
+                        # another one serves them. A new session does not wait for that.
+                        if moved or (is_new and is_away):
                             running.error = RemoteError(_MOVED, "UNAVAILABLE")
                             running.call.cancel()
         finally:
             self._ticking = None
-
-    def _leads_there(self, route: Route) -> bool:
-        """Returns whether a call would take the same route now.
-
-        A gateway that no router names may return with its sessions, unless another one serves
-        them. A new session does not wait for that.
-        """
-        known = self._known.get(route.journal_id)
-        if known is not None and known.address != route.address:
-            return False
-        is_away = bool(self._addresses) and route.address not in self._addresses
-        return not (route.is_new and is_away)
 
 
 def _no_gateway() -> NoGatewayError:

@@ -489,8 +489,15 @@ class Generation:
         self._prompt_tokens = len(rest.token_ids_u32le) // _BYTES - len(sampled)
         if self.prompt_crc32 is None:
             self.prompt_crc32 = prompt_crc32(self.request)
-        if rest.columns:
-            self._continue_columns(rest)
+        if (
+            rest.columns
+        ):  # rows of tokens that did not arrive are dropped, missing experts asked for
+            held, end = self.columns, self._prompt_tokens + self.taken
+            experts = [*rows_between([one for one in held if one.kind == EXPERTS], 0, end - 1)]
+            support = [*rows_between([one for one in held if one.kind == SUPPORT], 0, end)]
+            self.columns = experts + support
+            if experts:
+                rest.routed_experts_start = experts[-1].start + experts[-1].rows
         self._check = AnswerCheck(
             Expected(
                 prompt_tokens=self._prompt_tokens + len(sampled),
@@ -537,15 +544,6 @@ class Generation:
         if response.HasField("finish"):
             self.end(response.finish)
         return run
-
-    def _continue_columns(self, rest: engine_pb2.GenerateRequest) -> None:
-        """Drops rows of tokens that did not arrive, and asks for the experts that are missing."""
-        held, end = self.columns, self._prompt_tokens + self.taken
-        experts = [*rows_between([one for one in held if one.kind == EXPERTS], 0, end - 1)]
-        support = [*rows_between([one for one in held if one.kind == SUPPORT], 0, end)]
-        self.columns = experts + support
-        if experts:
-            rest.routed_experts_start = experts[-1].start + experts[-1].rows
 
     def end(self, finish: engine_pb2.GenerateFinish) -> None:
         """Ends the tokens of the engine. The spans of its finish replace those of its messages."""

@@ -145,7 +145,7 @@ class Link:
         self.releases: list[leases_pb2.ReleaseLease] = []
         """Those that wait to share a message."""
         self.restating: Restating | None = None
-        """What is still to be stated."""
+        """The rest of the statement of the holdings. None if it is complete."""
         self._patience = self._first_patience = patience
         self._client = client
         self._quiet = self._up_ticks = 0  # ticks since the last message, and since the welcome

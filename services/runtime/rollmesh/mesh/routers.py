@@ -12,7 +12,8 @@ import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import grpc
 
@@ -112,41 +113,30 @@ async def reachable(address: str, router: str) -> str:
         RemoteError: The name of the router is unknown, or no route leads to it.
     """
     host, _, port = address.rpartition(":")
-    if (family := _family_of_all(host.strip("[]"))) is None:
+    try:
+        own = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:  # a name
         return address
+    if not own.is_unspecified:
+        return address
+    family = socket.AF_INET if own.version == 4 else socket.AF_UNSPEC
     router_host, _, router_port = router.rpartition(":")
     try:
         async with asyncio.timeout(_LOOKUP_S):
             found = await asyncio.get_running_loop().getaddrinfo(
                 router_host.strip("[]"), router_port, family=family, type=socket.SOCK_DGRAM
             )
-        own = _own_address(found[0][0], found[0][4])
+        with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
+            probe.connect(found[0][4])  # sends nothing
+            reached = str(probe.getsockname()[0])
     except OSError as error:  # a TimeoutError is one
         raise RemoteError(f"router {router}: {error or 'unknown'}", "UNAVAILABLE") from error
-    return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
+    return f"[{reached}]:{port}" if ":" in reached else f"{reached}:{port}"
 
 
 def own_id(service: str) -> str:
     """Returns the id of a service that was given none. Each host may have one such service."""
     return f"{service}-{socket.gethostname()}"
-
-
-def _family_of_all(host: str) -> socket.AddressFamily | None:
-    """Returns in which family an address means all addresses. None if it means one."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return None
-    if not address.is_unspecified:
-        return None
-    return socket.AF_INET if address.version == 4 else socket.AF_UNSPEC
-
-
-def _own_address(family: int, router: tuple[Any, ...]) -> str:
-    """Returns from which address packets to a router would leave. None is sent."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(router)
-        return str(probe.getsockname()[0])
 
 
 _TRANSIENT = {"UNAVAILABLE", "RESOURCE_EXHAUSTED"}
@@ -156,6 +146,22 @@ _ANSWER_S = 1.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 0.5
 _LOG_MS = 30_000  # between two warnings that the router is away
 _FINAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS}
+
+
+@dataclass(slots=True, eq=False)
+class _Registration:
+    """The `Register` stream to one router."""
+
+    router: str
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to report the load now."""
+    last: int = 0
+    """Number of the last load that asks for an answer."""
+    asked: dict[int, asyncio.Future[set[tuple[str, int]]]] = field(default_factory=dict)
+    registered: bool = False
+    """Whether the replica is registered now."""
+    refusal: RollmeshError | None = None
+    """Why the router refused it for good."""
 
 
 class Membership(Background):
@@ -181,20 +187,20 @@ class Membership(Background):
             identity: Credentials of the calls. None means the process's own.
         """
         super().__init__()
-        said = router_pb2.ReplicaHello()
-        said.CopyFrom(hello)
-        said.instance_id = uuid.uuid4().hex
-        said.report_interval_ms = _REPORT_MS
-        self._one_changed = asyncio.Event()
-        self._streams = [
-            _Registration(address, said, load, self._one_changed, identity)
-            for address in addresses_of(router)
-        ]
+        self._hello = router_pb2.ReplicaHello()
+        self._hello.CopyFrom(hello)
+        self._hello.instance_id = uuid.uuid4().hex
+        self._hello.report_interval_ms = _REPORT_MS
+        self._load = load
+        self._identity = identity
+        self._turned = asyncio.Event()
+        """Set when a stream begins or ends."""
+        self._streams = [_Registration(address) for address in addresses_of(router)]
 
     def notify(self) -> None:
         """Reports the load now instead of within a second."""
         for stream in self._streams:
-            stream.notify()
+            stream.changed.set()
 
     async def name_adapters(self) -> set[tuple[str, int]]:
         """Reports the load now. Returns the adapter revisions that it names and a router has not.
@@ -202,7 +208,7 @@ class Membership(Background):
         Routers retain the others as long as the load names them. One that does not answer within a
         second is passed over.
         """
-        asked = [stream.ask() for stream in self._streams if stream.registered]
+        asked = [self._ask(stream) for stream in self._streams if stream.registered]
         return set[tuple[str, int]]().union(*await asyncio.gather(*asked))
 
     @property
@@ -219,14 +225,14 @@ class Membership(Background):
         while not self.registered:
             if (refusal := self._refusal()) is not None:
                 raise refusal
-            self._one_changed.clear()
-            await self._one_changed.wait()
+            self._turned.clear()
+            await self._turned.wait()
 
     async def wait_refused(self) -> str:
         """Waits until a router refuses the replica. Returns the reason."""
         while (refusal := self._refusal()) is None:
-            self._one_changed.clear()
-            await self._one_changed.wait()
+            self._turned.clear()
+            await self._turned.wait()
         return str(refusal)
 
     async def leave(self) -> None:
@@ -237,131 +243,86 @@ class Membership(Background):
                 await asyncio.shield(self._task)
 
     def _refusal(self) -> RollmeshError | None:
-        refusals = (stream.refusal for stream in self._streams)
-        return next((one for one in refusals if one is not None), None)
+        return next((one.refusal for one in self._streams if one.refusal is not None), None)
 
-    async def _stay(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for stream in self._streams:
-                tasks.create_task(stream.stay())
-
-
-class _Registration:
-    """The `Register` stream to one router."""
-
-    def __init__(
-        self,
-        router: str,
-        hello: router_pb2.ReplicaHello,
-        load: Callable[[], router_pb2.ReplicaLoad],
-        turned: asyncio.Event,
-        identity: Identity | None,
-    ) -> None:
-        """Takes the address, the replica, an event to set at each change, and credentials."""
-        self._router = router
-        self._hello = hello
-        self._load = load
-        self._turned = turned
-        self._identity = identity
-        self._changed = asyncio.Event()
-        self._next_log_ms = 0
-        self._last = 0  # number of the last load that asks for an answer
-        self._asked: dict[int, asyncio.Future[set[tuple[str, int]]]] = {}
-        self.registered = False
-        """Whether the replica is registered now."""
-        self.refusal: RollmeshError | None = None
-        """Why the router refused it for good."""
-
-    def notify(self) -> None:
-        """Reports the load now."""
-        self._changed.set()
-
-    async def ask(self) -> set[tuple[str, int]]:
+    async def _ask(self, stream: _Registration) -> set[tuple[str, int]]:
         """Reports the load now. Returns the adapter revisions that the router says are lost."""
-        self._last += 1
+        stream.last += 1
         answer: asyncio.Future[set[tuple[str, int]]] = asyncio.get_running_loop().create_future()
-        self._asked[self._last] = answer
-        self.notify()
+        number, stream.asked[stream.last] = stream.last, answer
+        stream.changed.set()
         try:
             async with asyncio.timeout(_ANSWER_S):
                 return await answer
         except TimeoutError:
             return set()
         finally:
-            self._asked = {at: one for at, one in self._asked.items() if one is not answer}
+            del stream.asked[number]
 
-    async def stay(self) -> None:
-        """Keeps the stream open until the router refuses the replica."""
-        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
-        _log.info("registering", extra=fields(router=self._router))
+    async def _stay(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for stream in self._streams:
+                tasks.create_task(self._register(stream))
+
+    async def _register(self, stream: _Registration) -> None:
+        """Keeps a stream open until the router refuses the replica."""
+        backoff, next_log_ms = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S), 0
+        _log.info("registering", extra=fields(router=stream.router))
         while True:
-            was_registered = False
+            ended = asyncio.Event()
             # A new channel each time: its own pause between connections would be too long.
             async with open_channel(
-                self._router, SHORT_KEEPALIVE_MS, own_connection=True, identity=self._identity
+                stream.router, SHORT_KEEPALIVE_MS, own_connection=True, identity=self._identity
             ) as channel:
                 try:
-                    await self._hold_stream(channel)
+                    hello = router_pb2.ReplicaHello()
+                    hello.CopyFrom(self._hello)
+                    hello.address = await reachable(hello.address, stream.router)
+                    stub = members_pb2_grpc.MembershipServiceStub(channel)
+                    call = stub.Register(self._reports(stream, hello, ended))
+                    async with aclosing(read_stream(call)) as responses:
+                        async for response in responses:
+                            if not response.number:
+                                _log.info("registered", extra=fields(router=stream.router))
+                                stream.registered = True
+                                self._turned.set()
+                                continue
+                            lost = {(one.name, one.version) for one in response.lost_adapters}
+                            for number, answer in stream.asked.items():
+                                if number <= response.number and not answer.done():
+                                    answer.set_result(lost)
                 except RollmeshError as error:
                     if status_code_of(error) in _FINAL:
-                        self.refusal = error
+                        stream.refusal = error
                         return
-                    self._log_absence(error)
+                    now_ms = clock.monotonic_ms()
+                    if now_ms >= next_log_ms or stream.registered:
+                        next_log_ms = now_ms + _LOG_MS
+                        why = {"reason": error.reason, "error": str(error)}
+                        text = fields(router=stream.router, **why)
+                        _log.warning("waiting for the router", extra=text)
                 finally:
-                    was_registered, self.registered = self.registered, False
+                    was_registered, stream.registered = stream.registered, False
                     self._turned.set()
+                    ended.set()  # lets the call's own task end
+                    stream.changed.set()
             if was_registered:
                 backoff.reset()
             await asyncio.sleep(backoff.next_s())
 
-    def _log_absence(self, error: RollmeshError) -> None:
-        now_ms = clock.monotonic_ms()
-        if now_ms >= self._next_log_ms or self.registered:
-            self._next_log_ms = now_ms + _LOG_MS
-            _log.warning(
-                "waiting for the router",
-                extra=fields(router=self._router, reason=error.reason, error=str(error)),
-            )
-
-    async def _hold_stream(self, channel: grpc.aio.Channel) -> None:
-        stub = members_pb2_grpc.MembershipServiceStub(channel)
-        hello = router_pb2.ReplicaHello()
-        hello.CopyFrom(self._hello)
-        hello.address = await reachable(hello.address, self._router)
-        ended = asyncio.Event()
-        call = stub.Register(self._reports(hello, ended))
-        try:
-            async with aclosing(read_stream(call)) as responses:
-                async for response in responses:
-                    if response.number:
-                        self._answered(response)
-                        continue
-                    _log.info("registered", extra=fields(router=self._router))
-                    self.registered = True
-                    self._turned.set()
-        finally:
-            ended.set()  # lets the call's own task end
-            self._changed.set()
-
-    def _answered(self, response: members_pb2.RegisterResponse) -> None:
-        lost = {(one.name, one.version) for one in response.lost_adapters}
-        for number, answer in self._asked.items():
-            if number <= response.number and not answer.done():
-                answer.set_result(lost)
-
     async def _reports(
-        self, hello: router_pb2.ReplicaHello, ended: asyncio.Event
+        self, stream: _Registration, hello: router_pb2.ReplicaHello, ended: asyncio.Event
     ) -> AsyncIterator[members_pb2.RegisterRequest]:
         hello.load.CopyFrom(self._load())
         yield members_pb2.RegisterRequest(hello=hello)
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_REPORT_MS / 1000):
-                    await self._changed.wait()
+                    await stream.changed.wait()
             if ended.is_set():
                 return
-            self._changed.clear()
-            number = self._last if self._asked else 0
+            stream.changed.clear()
+            number = stream.last if stream.asked else 0
             yield members_pb2.RegisterRequest(load=self._load(), number=number)
 
 

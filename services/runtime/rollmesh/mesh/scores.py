@@ -2,8 +2,8 @@
 
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import aclosing
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -97,10 +97,24 @@ class ScoringEngines(Directory):
         """
 
         async def once(left_s: float) -> tuple[engine_pb2.ScoreTokensResponse, str]:
-            async with self._least_busy(model, same_vocabulary_as) as engine:
+            await self._list()
+            try:
+                engines = self._able(model, same_vocabulary_as)
+            except InvalidFieldError:  # the list may be older than the remedy
+                self._listed_ms = None
+                await self._list()
+                engines = self._able(model, same_vocabulary_as)
+            engine = min(engines, key=self._busy)
+            self._running[engine.address] += 1
+            try:
                 request.request_id, request.model = uuid.uuid4().hex, engine.model
                 found = await self._parts(engine, request, left_s)
                 return _joined(request, found, engine.replica_id), engine.replica_id
+            except RollmeshError:
+                self._lost_ms[engine.address] = clock.monotonic_ms() + _LOST_MS
+                raise
+            finally:
+                self._running[engine.address] -= 1
 
         return await retried(once, timeout_s, GenerationAbortedError)
 
@@ -119,45 +133,20 @@ class ScoringEngines(Directory):
         async with aclosing(read_stream(stub.ScoreTokens(request, **options))) as parts:
             return [one async for one in parts]
 
-    @asynccontextmanager
-    async def _least_busy(
-        self, model: str, same_vocabulary_as: str
-    ) -> AsyncIterator[router_pb2.ReplicaHello]:
-        """Yields an engine for a sequence. If the block fails, others are asked first for 5 s."""
-        await self._list()
-        try:
-            engines = self._able(model, same_vocabulary_as)
-        except InvalidFieldError:  # the list may be older than the remedy
-            self._listed_ms = None
-            await self._list()
-            engines = self._able(model, same_vocabulary_as)
-        now_ms = clock.monotonic_ms()
-
-        def busy(one: router_pb2.ReplicaHello) -> tuple[bool, bool, float, str]:
-            count = one.load.running + one.load.waiting + self._running[one.address]
-            is_lost = self._lost_ms.get(one.address, 0) > now_ms
-            # Callers that begin at the same time begin at different engines.
-            return is_lost, one.load.paused, count / one.lease_capacity, uuid.uuid4().hex
-
-        engine = min(engines, key=busy)
-        self._running[engine.address] += 1
-        try:
-            yield engine
-        except RollmeshError:
-            self._lost_ms[engine.address] = clock.monotonic_ms() + _LOST_MS
-            raise
-        finally:
-            self._running[engine.address] -= 1
+    def _busy(self, one: router_pb2.ReplicaHello) -> tuple[bool, bool, float, str]:
+        """Returns the rank of an engine for a sequence. One that failed is asked last for 5 s."""
+        count = one.load.running + one.load.waiting + self._running[one.address]
+        is_lost = self._lost_ms.get(one.address, 0) > clock.monotonic_ms()
+        # Callers that begin at the same time begin at different engines.
+        return is_lost, one.load.paused, count / one.lease_capacity, uuid.uuid4().hex
 
     async def _read(self) -> None:
         async def list_them(stub: "Stub", limit_s: float) -> router_pb2.ListReplicasResponse:
             return await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=limit_s)
 
         self._listed = await self._routers.ask(list_them, _LIST_TIMEOUT_S)
-        now_ms, addresses = (
-            clock.monotonic_ms(),
-            {one.hello.address for one in self._listed.replicas},
-        )
+        now_ms = clock.monotonic_ms()
+        addresses = {one.hello.address for one in self._listed.replicas}
         self._lost_ms = {at: ms for at, ms in self._lost_ms.items() if ms > now_ms}
         await self._close_unused(now_ms - KEPT_MS, addresses | (+self._running).keys())
 
