@@ -41,15 +41,15 @@ def check_start(config: GatewayConfig, session: Session) -> None:
         SessionLimitError: It is larger than a session may be.
     """
     tree = session.tree
-    for name, held, most in (
-        ("nodes", len(tree.nodes), config.max_session_nodes),
-        ("tokens", tree.tokens, config.max_session_tokens),
-        ("bytes", tree.text_bytes, config.max_session_bytes),
-        ("images", len(session.images), config.max_session_images),
-        ("image_bytes", session.image_bytes, config.max_session_image_bytes),
-        ("record_bytes", session.record_bytes, config.max_session_record_bytes),
+    for name, held in (
+        ("nodes", len(tree.nodes)),
+        ("tokens", tree.tokens),
+        ("bytes", tree.text_bytes),
+        ("images", len(session.images)),
+        ("image_bytes", session.image_bytes),
+        ("record_bytes", session.record_bytes),
     ):
-        if held > most:
+        if held > (most := getattr(config, f"max_session_{name}")):
             raise SessionLimitError(
                 f"start: the context holds {held} {name.replace('_', ' ')} and a session may hold "
                 f"{most}; start from an earlier node, or raise max_session_{name} of the gateway"
@@ -144,16 +144,31 @@ def reserve(config: GatewayConfig, session: Session, turn: Turn, added: int) -> 
         added: Most that the turn may add without new images, bytes.
 
     Raises:
-        SessionLimitError: With the turn, the record would be too large to hand over.
+        SessionLimitError: With the turn, the record would be too large to hand over, or the session
+            would have more images than it may.
     """
     turn.record_bytes = 0
     held, most = session.record_bytes, config.max_session_record_bytes
-    has_images = False
+    new: dict[str, int] = {}
+    """Sizes of the new images of all turns in flight, each counted once, bytes."""
     for other in session.in_flight:
         held += other.record_bytes
-        has_images |= bool(other.images)
-    if has_images:
-        held += _check_images(config, session)
+        for sha256, image in other.images.items():
+            if sha256 not in session.images:
+                new[sha256] = len(image.data)
+    if new:
+        size = sum(new.values())
+        for name, count in (
+            ("images", len(session.images) + len(new)),
+            ("image_bytes", session.image_bytes + size),
+        ):
+            if count > (limit := getattr(config, f"max_session_{name}")):
+                raise SessionLimitError(
+                    f"the session would have {count} {name.replace('_', ' ')} with this turn and "
+                    f"may have {limit}; leave some out, or raise max_session_{name} of the gateway",
+                    session_id=session.spec.session_id,
+                )
+        held += size
     if held + added > most:
         raise SessionLimitError(
             f"the session's record would have {held + added} bytes with this turn and may have "
@@ -161,29 +176,3 @@ def reserve(config: GatewayConfig, session: Session, turn: Turn, added: int) -> 
             session_id=session.spec.session_id,
         )
     turn.record_bytes = added
-
-
-def _check_images(config: GatewayConfig, session: Session) -> int:
-    """Returns the size of the new images of all turns in flight, each counted once, bytes.
-
-    Raises:
-        SessionLimitError: With them, the session would have more images than it may.
-    """
-    new = {
-        sha256: len(image.data)
-        for turn in session.in_flight
-        for sha256, image in turn.images.items()
-        if sha256 not in session.images
-    }
-    size = sum(new.values())
-    for name, held, most in (
-        ("images", len(session.images) + len(new), config.max_session_images),
-        ("image_bytes", session.image_bytes + size, config.max_session_image_bytes),
-    ):
-        if new and held > most:
-            raise SessionLimitError(
-                f"the session would have {held} {name.replace('_', ' ')} with this turn and "
-                f"may have {most}; leave some out, or raise max_session_{name} of the gateway",
-                session_id=session.spec.session_id,
-            )
-    return size

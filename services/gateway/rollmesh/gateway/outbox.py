@@ -109,11 +109,6 @@ class Letter(NamedTuple):
     facts: list[str]
     """Its facts. None if there is a head."""
 
-    @property
-    def columns(self) -> str:
-        """The columns of its rows."""
-        return journal.BLOB_COLUMNS if self.head else journal.NODE_COLUMNS
-
 
 MOST_AT_CLOSE = 32 * 1024 * 1024
 """Size of a record, bytes, above which its head is written only when it is sent: paths that share
@@ -257,7 +252,8 @@ def read_letter(tx: Transaction, session_id: str) -> Letter:
         contexts = {} if head else journal.read_contexts(tx, session_id)
         facts = [] if head else journal.read_facts(tx, session_id)
         letter = Letter(session_id, spec, head, request, closed_ms, contexts, [], [], facts)
-        letter.rows.extend(read_nodes(tx, session_id, 0, PIECE_NODES, letter.columns))
+        columns = journal.BLOB_COLUMNS if head else journal.NODE_COLUMNS
+        letter.rows.extend(read_nodes(tx, session_id, 0, PIECE_NODES, columns))
     return letter
 
 
@@ -416,20 +412,14 @@ _COLLECTOR_CODES = {
 
 
 class _Failed:
-    """A session that the collector did not take."""
+    """A session that the collector did not take. It may be sent again at once."""
 
     def __init__(self) -> None:
-        """Starts with a session that may be sent again at once."""
         self.errors = 0
         """Number of errors with which the collector answered it alone."""
         self.due_ms = 0
         """When it is sent again, on the monotonic clock."""
-        self._backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
-
-    def postpone(self, took_ms: int) -> None:
-        """Lets the session wait: longer after each failure, and as long as the call took."""
-        wait_ms = max(int(self._backoff.next_s() * 1000), took_ms)
-        self.due_ms = clock.monotonic_ms() + wait_ms
+        self.backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
 
 
 class Record(NamedTuple):
@@ -442,35 +432,38 @@ class Record(NamedTuple):
     lineages: list[str]
 
 
-def write_letters(letters: Iterable[Letter], limit_s: float) -> Iterator[tuple[Letter, Any]]:
+def write_letters(
+    letters: Iterable[Letter], limit_s: float
+) -> Iterator[tuple[Letter, Record | Exception]]:
     """Yields each closed session with its `Record`, or the error that prevents it.
 
     Runs in a worker thread. Each record has a limited time: `SlowRecordError` says that it is over.
     """
     for letter in letters:
+        found: Record | Exception
         try:
-            yield letter, _write(letter, TimeLimit(limit_s))
+            limit = TimeLimit(limit_s)
+            if letter.head:
+                record = session_pb2.SessionRecord.FromString(letter.head)
+                blobs: Blobs = {
+                    row[1]: (row[2], row[3] or b"", row[4] or b"") for row in letter.rows
+                }
+            else:
+                tree = Tree(frozenset())
+                for at in range(0, len(letter.rows), PIECE_NODES):
+                    journal.attach_rows(tree, letter.rows[at : at + PIECE_NODES], letter.contexts)
+                    limit.check()
+                journal.state_facts(tree, letter.facts)
+                request = gateway_pb2.CloseSessionRequest.FromString(letter.request)
+                spec = SessionSpec.from_json(letter.spec)
+                record = write_head(spec, tree, request, letter.closed_unix_ms, limit)
+                blobs = blobs_of(tree)
+            record.images.extend(letter.images)
+            lineages = exported_lineages(record)
+            found = Record(letter.session_id, serialize(record, blobs), lineages)
         except Exception as error:  # any error affects only this session
-            yield letter, error
-
-
-def _write(letter: Letter, limit: TimeLimit) -> Record:
-    if letter.head:
-        record = session_pb2.SessionRecord.FromString(letter.head)
-        blobs: Blobs = {row[1]: (row[2], row[3] or b"", row[4] or b"") for row in letter.rows}
-    else:
-        tree = Tree(frozenset())
-        for at in range(0, len(letter.rows), PIECE_NODES):
-            journal.attach_rows(tree, letter.rows[at : at + PIECE_NODES], letter.contexts)
-            limit.check()
-        journal.state_facts(tree, letter.facts)
-        request = gateway_pb2.CloseSessionRequest.FromString(letter.request)
-        spec = SessionSpec.from_json(letter.spec)
-        record = write_head(spec, tree, request, letter.closed_unix_ms, limit)
-        blobs = blobs_of(tree)
-    record.images.extend(letter.images)
-    lineages = exported_lineages(record)
-    return Record(letter.session_id, serialize(record, blobs), lineages)
+            found = error
+        yield letter, found
 
 
 def dead_letter(
@@ -488,12 +481,6 @@ def dead_letter(
     return gateway_admin_pb2.DeadLetter(
         session_id=session_id, reason=reason, message=message, unix_ms=clock.unix_ms()
     )
-
-
-def _is_final(error: RollmeshError) -> bool:
-    """Returns whether a session sent alone would be refused on every retry."""
-    too_large = isinstance(error, RemoteError) and "larger than max" in error.message
-    return too_large or isinstance(error, InvalidFieldError)
 
 
 class Outbox:
@@ -576,10 +563,6 @@ class Outbox:
             RollmeshError: The journal cannot be written. The sessions are unchanged.
         """
         await self._journal.run(lambda tx: set_aside(tx, letters))
-        self._died(letters)
-
-    def _died(self, letters: Sequence[gateway_admin_pb2.DeadLetter]) -> None:
-        """Notes that sessions were set aside. They are not sent again by themselves."""
         for letter in letters:
             self.dead.add(letter.session_id)
             self._failed.pop(letter.session_id, None)
@@ -623,7 +606,13 @@ class Outbox:
         while True:
             self._changed.clear()
             delivered, self._delivered = self._delivered, []
-            retry, wait_s = self._retry()
+            # The failed session to send now, or the time until the next one is due.
+            retry, wait_s = None, None
+            waiting = self._failed.keys() - self._busy
+            if waiting and not self._is_retrying:
+                due_ms, first = min((self._failed[one].due_ms, one) for one in waiting)
+                wait_s = (due_ms - clock.monotonic_ms()) / 1000
+                retry = first if wait_s <= 0 else None
             passed = self._busy | self._failed.keys()
             try:
                 letters, damaged, forgotten, more = await self._journal.run(
@@ -638,11 +627,13 @@ class Outbox:
                 await asyncio.sleep(_JOURNAL_RETRY_S)
                 continue
             self.undelivered -= len(delivered) + len(damaged)
-            self._died(damaged)
+            for letter in damaged:
+                self.dead.add(letter.session_id)
+                self._failed.pop(letter.session_id, None)
             self._busy.difference_update(delivered)
             self.forgotten(forgotten)
             if letters:
-                self._busy.update(letter.session_id for letter in letters)
+                self._busy |= {letter.session_id for letter in letters}
                 self._is_retrying |= retry is not None
                 if more:
                     self._changed.set()
@@ -651,18 +642,6 @@ class Outbox:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
                         await self._changed.wait()
-
-    def _retry(self) -> tuple[str | None, float | None]:
-        """Returns the failed session to send now, or how long the next one waits, seconds.
-
-        Both are None if there is none, or if a call slot has one.
-        """
-        waiting = self._failed.keys() - self._busy
-        if self._is_retrying or not waiting:
-            return None, None
-        first = min(waiting, key=lambda session_id: self._failed[session_id].due_ms)
-        wait_ms = self._failed[first].due_ms - clock.monotonic_ms()
-        return (first, None) if wait_ms <= 0 else (None, wait_ms / 1000)
 
     def _turn(
         self, tx: Transaction, delivered: list[str], passed: set[str], retry: str | None
@@ -716,8 +695,10 @@ class Outbox:
             )
             took_ms = clock.monotonic_ms() - begun_ms
             for session_id in ids:
-                if session_id not in self.dead:
-                    self._failed.setdefault(session_id, _Failed()).postpone(took_ms)
+                if session_id not in self.dead:  # waits as long as the call took, at least
+                    failed = self._failed.setdefault(session_id, _Failed())
+                    wait_ms = max(int(failed.backoff.next_s() * 1000), took_ms)
+                    failed.due_ms = clock.monotonic_ms() + wait_ms
             self._busy.difference_update(ids)
             self._is_failing = True
             self._changed.set()
@@ -725,7 +706,8 @@ class Outbox:
         else:
             for session_id in ids:
                 self._failed.pop(session_id, None)
-            self._failed.update((session_id, _Failed()) for session_id in slow)
+            for session_id in slow:
+                self._failed[session_id] = _Failed()
             self._busy.difference_update(slow)
             self._is_failing = False
             self._rest.reset()
@@ -746,6 +728,18 @@ class Outbox:
         """
         for letter in letters:
             await self._read_rest(letter)
+
+        async def ingest(channel: grpc.aio.Channel) -> None:
+            method = channel.unary_unary(
+                _INGEST,
+                request_serializer=bytes,
+                response_deserializer=collector_pb2.IngestResponse.FromString,
+            )
+            request = b"".join([record.request for record in records])
+            is_fixed = self._collectors.is_fixed
+            with typed_errors():
+                await method(request, timeout=_INGEST_TIMEOUT_S, wait_for_ready=is_fixed)
+
         limit_s = _LONGEST_WRITE_S if is_retry else _WRITE_S
         records, broken, late = list[Record](), list[gateway_admin_pb2.DeadLetter](), set[str]()
         for letter, found in await asyncio.to_thread(lambda: [*write_letters(letters, limit_s)]):
@@ -756,17 +750,19 @@ class Outbox:
             else:
                 reason = gateway_admin_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
                 broken.append(dead_letter(letter.session_id, reason, found))
-        await self._bury(broken)
+        if broken:
+            await self._bury(broken)
         if not records:
             return late
-        try:
-            await self._ingest(b"".join(record.request for record in records))
+        try:  # a repeat is harmless
+            await self._collectors.call(ingest)
         except RollmeshError as error:
             if len(records) > 1:
                 raise
             session_id = records[0].session_id
             reason = gateway_admin_pb2.DEAD_LETTER_REASON_REFUSED
-            if not _is_final(error):
+            too_large = isinstance(error, RemoteError) and "larger than max" in error.message
+            if not too_large and not isinstance(error, InvalidFieldError):
                 if error.code in _COLLECTOR_CODES or isinstance(error, StoreError):
                     raise  # the collector's fault, not the session's
                 failed = self._failed.setdefault(session_id, _Failed())
@@ -783,35 +779,18 @@ class Outbox:
                 metrics.TRAJECTORIES.labels(lineage).inc()
         return late
 
-    async def _ingest(self, request: bytes) -> None:
-        """Hands sessions to a collector, or to another one if it is away. A repeat is harmless."""
-
-        async def ingest(channel: grpc.aio.Channel) -> None:
-            method = channel.unary_unary(
-                _INGEST,
-                request_serializer=bytes,
-                response_deserializer=collector_pb2.IngestResponse.FromString,
-            )
-            with typed_errors():
-                await method(
-                    request,
-                    timeout=_INGEST_TIMEOUT_S,
-                    wait_for_ready=self._collectors.is_fixed,
-                )
-
-        await self._collectors.call(ingest)
-
     async def _read_rest(self, letter: Letter) -> None:
         """Reads the remaining nodes of a large session in batches, and its images one by one.
 
         Other commits run in between.
         """
         rows, id_ = letter.rows, letter.session_id
-        read = partial(read_nodes, session_id=id_, limit=PIECE_NODES, columns=letter.columns)
+        columns = journal.BLOB_COLUMNS if letter.head else journal.NODE_COLUMNS
+        read = partial(read_nodes, session_id=id_, limit=PIECE_NODES, columns=columns)
         while len(rows) == PIECE_NODES:
             rows = await self._journal.run(partial(read, after=rows[-1][0]))
             letter.rows.extend(rows)
-        if all(row[-1] is None for row in letter.rows):  # no node has images
+        if not any(row[-1] for row in letter.rows):  # no node has images
             return
         at = 0
         while (
@@ -823,10 +802,9 @@ class Outbox:
             letter.images.append(image)
 
     async def _bury(self, letters: list[gateway_admin_pb2.DeadLetter]) -> None:
-        if letters:
-            await self.set_aside(letters)
-            self.undelivered -= len(letters)
-            self._busy.difference_update(letter.session_id for letter in letters)
+        await self.set_aside(letters)
+        self.undelivered -= len(letters)
+        self._busy -= {letter.session_id for letter in letters}
 
 
 def damaged_error(session_id: str, why: str = "") -> SessionDamagedError:

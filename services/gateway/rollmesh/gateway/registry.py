@@ -39,11 +39,10 @@ from rollmesh.gateway.responses import (
 )
 from rollmesh.gateway.session import Budget, GroupName, Session, SessionSpec, Turn, TurnRequest
 from rollmesh.gateway.starts import Start
-from rollmesh.gateway.tree import Edge, Node, Spent
+from rollmesh.gateway.tree import Edge, Node
 from rollmesh.gateway.turn import run_turn, tokens_of
 from rollmesh.gateway.upstream import UpstreamDeps, run_text_turn
 from rollmesh.runtime import begun, clock
-from rollmesh.runtime.codec import CheckedImage
 from rollmesh.runtime.errors import (
     BudgetSpentError,
     GroupSizeError,
@@ -60,22 +59,6 @@ from rollmesh.runtime.rpc import digest_of
 from rollmesh.runtime.telemetry import fields, tracing
 from rollmesh.v1 import gateway_admin_pb2, gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
-# A close and its repeats: their digests and errors.
-
-
-def check_repeat(session_id: str, first: bytes, digest: bytes) -> None:
-    """Checks that a repeated close is the first one.
-
-    Raises:
-        RepeatConflictError: It has another outcome, other rewards or metadata.
-    """
-    if first != digest:
-        raise RepeatConflictError(
-            f"session {session_id} was already closed with another outcome, rewards or metadata, "
-            "which were kept; change its rewards with SetRewards at the collector",
-            session_id=session_id,
-        )
-
 
 def closed_error(session_id: str) -> SessionClosedError:
     """Returns the error of a session that is closed."""
@@ -84,17 +67,10 @@ def closed_error(session_id: str) -> SessionClosedError:
     )
 
 
-# Ends turns before they are committed: their clients disconnect, or their session closes.
-
-
 async def end_turns(session: Session, error: RollmeshError) -> None:
     """Ends the turns that are being sampled with an error, and waits for commits."""
-    committing: list[asyncio.Task[None]] = []
-    for turn in list(session.in_flight):
-        if not turn.committing:
-            session.cancel(turn, error)
-        elif turn.task is not None:
-            committing.append(turn.task)
+    session.cancel_all(error)
+    committing = [turn.task for turn in session.in_flight if turn.committing and turn.task]
     if committing:
         await asyncio.wait(committing)
 
@@ -178,12 +154,11 @@ class SentAnswers:
         A continued answer has been received, and no request can retry one of a closed session.
         """
         self._added.clear()
-        rows = [
-            (session.spec.session_id, node_id)
-            for session, node_id in self._pending
-            if not (session.closing or session.tree.nodes[node_id].children)
-        ]
-        self._pending.clear()
+        rows: list[tuple[str, int]] = []
+        while self._pending:
+            session, node_id = self._pending.popleft()
+            if not (session.closing or session.tree.nodes[node_id].children):
+                rows.append((session.spec.session_id, node_id))
         if not rows:
             return
         try:
@@ -426,17 +401,15 @@ class Registry:
 
     def reopen(self, session: Session) -> None:
         """Adds a session from the journal to the open sessions."""
+        spec = session.spec
         session.tree.skip_ids(_LOST_IDS)
-        self._groups.add(session.spec)
-        if session.spec.request_id not in {"", *self._by_request_id}:
+        self._groups.add(spec)
+        if spec.request_id and spec.request_id not in self._by_request_id:
             opened: asyncio.Future[SessionSpec] = asyncio.get_running_loop().create_future()
-            opened.set_result(session.spec)
-            self._by_request_id[session.spec.request_id] = opened
-        self._serve(session)
-
-    def _serve(self, session: Session) -> None:
-        self._sessions[session.spec.session_id] = session
-        self.named_adapters.update(session.spec.named_adapters)
+            opened.set_result(spec)
+            self._by_request_id[spec.request_id] = opened
+        self._sessions[spec.session_id] = session
+        self.named_adapters.update(spec.named_adapters)
 
     def refuse(self, error: RollmeshError) -> None:
         """Refuses new sessions and turns from now on. The first error counts."""
@@ -446,9 +419,7 @@ class Registry:
         """Gives up the sessions: their turns end, and the store refuses those being committed."""
         self._refusal = error
         for session in self._sessions.values():
-            for turn in list(session.in_flight):
-                if not turn.committing:
-                    session.cancel(turn, error)
+            session.cancel_all(error)
 
     def leave(self) -> None:
         """Leaves the sessions to another gateway: their groups are no longer this one's."""
@@ -535,35 +506,36 @@ class Registry:
             for node in start.nodes:
                 session.tree.attach(node)
             check_start(config, session)
-        self._groups.check(spec)
-        self._groups.add(spec)
-        opening = begun(self.tasks, self._open(session, start.images if start else ()))
-        if spec.request_id:
-            self._by_request_id[spec.request_id] = opening
-        self._opens += 1
-        opening.add_done_callback(lambda done: self._count_opened(done, spec))
-        return await asyncio.shield(opening)
-
-    def _count_opened(self, opening: asyncio.Future[SessionSpec], spec: SessionSpec) -> None:
-        self._opens -= 1
-        if opening.cancelled() or opening.exception() is not None:
-            self._groups.remove(spec)
-            self._by_request_id.pop(spec.request_id, None)
-
-    async def _open(self, session: Session, images: Sequence[CheckedImage]) -> SessionSpec:
-        spec, nodes = session.spec, [*session.tree.nodes.values()]
+        nodes = [*session.tree.nodes.values()]
 
         def work(tx: Transaction) -> None:
             journal.insert_session(tx, spec)
-            if nodes:
-                journal.insert_turn(tx, spec.session_id, nodes, None, images)
+            if start is not None and nodes:
+                journal.insert_turn(tx, session_id, nodes, None, start.images)
 
-        await self.journal.run(work)
-        for node in nodes:
-            node.stored = True
-        self._serve(session)
-        await faults.reach("gateway-after-open")
-        return spec
+        async def opened() -> SessionSpec:
+            await self.journal.run(work)
+            for node in nodes:
+                node.stored = True
+            self._sessions[session_id] = session
+            self.named_adapters.update(spec.named_adapters)
+            await faults.reach("gateway-after-open")
+            return spec
+
+        def count(opening: asyncio.Future[SessionSpec]) -> None:
+            self._opens -= 1
+            if opening.cancelled() or opening.exception() is not None:
+                self._groups.remove(spec)
+                self._by_request_id.pop(spec.request_id, None)
+
+        self._groups.check(spec)
+        self._groups.add(spec)
+        opening = begun(self.tasks, opened())
+        if spec.request_id:
+            self._by_request_id[spec.request_id] = opening
+        self._opens += 1
+        opening.add_done_callback(count)
+        return await asyncio.shield(opening)
 
     def begin(self, session: Session, request: TurnRequest) -> Turn:
         """Begins the turn of a request.
@@ -635,17 +607,17 @@ class Registry:
             RollmeshError: It could not be stored.
         """
         kind = session_pb2.BudgetKind.Value(f"BUDGET_KIND_{error.metadata['budget'].upper()}")
-        if kind not in session.tree.spent:
-            await asyncio.shield(begun(self.tasks, self._mark_spent(session, kind)))
+        session_id, facts = session.spec.session_id, [("budget", kind)]
 
-    async def _mark_spent(self, session: Session, kind: Spent) -> None:
-        session_id = session.spec.session_id
-        async with session.declaring:
-            if session.closing:
-                raise closed_error(session_id)
-            facts = [("budget", kind)]
-            await self.journal.run(lambda tx: journal.insert_facts(tx, session_id, facts))
-            session.tree.spent.add(kind)
+        async def mark() -> None:
+            async with session.declaring:
+                if session.closing:
+                    raise closed_error(session_id)
+                await self.journal.run(lambda tx: journal.insert_facts(tx, session_id, facts))
+                session.tree.spent.add(kind)
+
+        if kind not in session.tree.spent:
+            await asyncio.shield(begun(self.tasks, mark()))
 
     async def mark_replayed(self, session: Session, turn: Turn, node: Node) -> None:
         """Records that one sample answered more than one request, and the ids of these.
@@ -683,18 +655,25 @@ class Registry:
             RepeatConflictError: It was closed with another outcome, other rewards or metadata.
         """
         session_id, digest = request.session_id, digest_of(request)
+        closing: asyncio.Future[list[str]] | None = None
+        ids: list[str] = []
         if session_id in self._closed:
             first, leaves = await self.journal.run(lambda tx: outbox.read_close(tx, session_id))
-            check_repeat(session_id, first, digest)
-            return [trajectory_id(session_id, leaf) for leaf in leaves]
-        if session_id not in self._closing:
-            session = self.session(session_id)
-            closing = begun(self.tasks, self._close(session, request, digest))
-            self._closing[session_id] = digest, closing
-            closing.add_done_callback(lambda _: self._closing.pop(session_id))
-        first, closing = self._closing[session_id]
-        check_repeat(session_id, first, digest)
-        return await asyncio.shield(closing)
+            ids = [trajectory_id(session_id, leaf) for leaf in leaves]
+        else:
+            if session_id not in self._closing:
+                session = self.session(session_id)
+                closing = begun(self.tasks, self._close(session, request, digest))
+                self._closing[session_id] = digest, closing
+                closing.add_done_callback(lambda _: self._closing.pop(session_id))
+            first, closing = self._closing[session_id]
+        if first != digest:
+            raise RepeatConflictError(
+                f"session {session_id} was already closed with another outcome, rewards or "
+                "metadata, which were kept; change its rewards with SetRewards at the collector",
+                session_id=session_id,
+            )
+        return ids if closing is None else await asyncio.shield(closing)
 
     async def _close(
         self, session: Session, request: gateway_pb2.CloseSessionRequest, digest: bytes

@@ -47,6 +47,7 @@ from rollmesh.mesh import (
 from rollmesh.runtime import first_of, tokenizer_sha256
 from rollmesh.runtime.codec import ImageLimits
 from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import (
     gateway_admin_pb2_grpc,
@@ -59,7 +60,6 @@ from rollmesh.v1 import (
 
 if TYPE_CHECKING:  # other journals and parsers need less
     from rollmesh.gateway.postgres import PostgresJournals
-    from rollmesh.gateway.vllm_parser import VllmParser
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class GatewayService:
         self._config = config
         self._gateway_id = config.gateway_id or own_id("gateway")
         self._upstream = Upstream(config) if config.upstream else None
-        info = self._load_nothing() if self._upstream else self._load()
+        info = self._load()
         info.gateway_id, info.model = self._gateway_id, config.model
         self._servicer = GatewayServicer(info, config, self._images)
         self._collectors = CollectorDirectory(config.router, config.collector)
@@ -93,18 +93,16 @@ class GatewayService:
         self._first: Journal | None = None
         """The journal without which the gateway cannot go on, if there is one."""
 
-    def _load_nothing(self) -> gateway_pb2.GetGatewayInfoResponse:
-        """Returns the constant part of the info of a gateway whose model is served elsewhere."""
-        self._model_files, self._vocabulary_tokens = ModelFiles("", ""), 0
-        self._images, self._parses_tool_calls = ImagePolicy(), True
-        return gateway_pb2.GetGatewayInfoResponse(
-            capture=session_pb2.Capture.Value(f"CAPTURE_{self._config.capture.upper()}"),
-            tool_calls=gateway_pb2.TOOL_CALL_PARSING_PARSED,
-        )
-
     def _load(self) -> gateway_pb2.GetGatewayInfoResponse:
         """Loads the model and returns the constant part of the gateway's info."""
         config = self._config
+        self._capture = session_pb2.Capture.Value(f"CAPTURE_{config.capture.upper()}")
+        if self._upstream is not None:
+            self._model_files, self._vocabulary_tokens = ModelFiles("", ""), 0
+            self._images, self._parses_tool_calls = ImagePolicy(), True
+            return gateway_pb2.GetGatewayInfoResponse(
+                capture=self._capture, tool_calls=gateway_pb2.TOOL_CALL_PARSING_PARSED
+            )
         template, self._tokenizer = load_model(config.model_path)
         try:
             self._model_files = ModelFiles(tokenizer_sha256(config.model_path), template.sha256)
@@ -113,13 +111,16 @@ class GatewayService:
         rule = load_rule(config.model_path)
         self._continuation = Continuation(template, self._tokenizer, rule)
         self._reserved_ids = load_reserved_ids(config.model_path)
+        # An answer may contain special tokens before its end.
+        ends = self._continuation.end_ids | self._tokenizer.stop_ids
+        texts, id_of = self._tokenizer.special_texts, self._tokenizer.special_id
         try:
             self._format = choose(
                 template,
                 self._tokenizer,
                 tool_parser=config.tool_parser,
                 reasoning_parser=config.reasoning_parser,
-                shown=self._shown(),
+                shown=tuple(text for text in texts if id_of(text) not in ends),
             )
         except InvalidInputError as error:
             raise ConfigError(str(error)) from error
@@ -200,17 +201,30 @@ class GatewayService:
                 deps = await self._deps(stack, leases)
                 gateway = Gateway(deps, self._collectors, tasks)
                 await gateway.hold(first)
-                self._servicer.begin(gateway)
-                _watch(gateway)
+                self._servicer.gateway = gateway
+                metrics.OPEN_SESSIONS.set_function(lambda: gateway.live_sessions)
+                metrics.DEAD_LETTERS.set_function(lambda: gateway.count_dead_letters)
+                metrics.UNDELIVERED.set_function(lambda: gateway.undelivered_sessions)
+                metrics.RETRIED.set_function(
+                    lambda: sum(one.outbox.retried for one in gateway.registries)
+                )
+                metrics.JOURNALS.set_function(lambda: len(gateway.registries))
                 owned: list[asyncio.Task[None]] = []
                 if shared is not None:
                     tenancy = Tenancy(shared, gateway, config.journal_lease_ms)
                     owned.append(tasks.create_task(tenancy.run()))
                 else:
                     self._first = first
-                async with Membership(
-                    config.router, self._hello(address, first), gateway.load
-                ) as membership:
+                hello = router_pb2.ReplicaHello(
+                    replica_id=self._gateway_id,
+                    kind=router_pb2.REPLICA_KIND_GATEWAY,
+                    address=address,
+                    model=config.model,
+                    tokenizer_sha256=self._model_files.tokenizer_sha256,
+                    vocabulary_tokens=self._vocabulary_tokens,
+                    journal_id=first.journal_id,
+                )
+                async with Membership(config.router, hello, gateway.load) as membership:
                     self._membership = membership
                     gateway.changed = membership.notify
                     gateway.name_adapters = membership.name_adapters
@@ -255,12 +269,23 @@ class GatewayService:
                 threads=executor,
                 long_work=long_work,
                 leases=leases,
-                capture=session_pb2.Capture.Value(f"CAPTURE_{config.capture.upper()}"),
+                capture=self._capture,
                 upstream=await stack.enter_async_context(self._upstream),
             )
         engines = EngineClients(config.stall_timeout_ms)
         leases.on_silent = engines.suspect
         stack.push_async_callback(engines.close)
+        vllm_parser = None
+        if self._format.tools.startswith(VLLM):
+            from rollmesh.gateway.vllm_parser import VllmParser
+
+            vllm_parser = VllmParser(
+                self._format.tools.removeprefix(VLLM),
+                config.model_path,
+                timeout_ms=config.tool_parser_timeout_ms,
+                on_failure=lambda reason: metrics.PARSER_FAILURES.labels(reason).inc(),
+            )
+            stack.push_async_callback(vllm_parser.close)
         reserved = reserved_texts(self._reserved_ids, self._tokenizer)
         return Deps(
             config=config,
@@ -268,7 +293,7 @@ class GatewayService:
             continuation=self._continuation,
             answer_format=self._format,
             special_text=SpecialText(self._tokenizer, config.special_text, reserved),
-            vllm_parser=self._vllm_parser(stack),
+            vllm_parser=vllm_parser,
             threads=executor,
             long_work=long_work,
             leases=leases,
@@ -307,10 +332,11 @@ class GatewayService:
     async def failed(self) -> str:
         """Returns why, once the router refuses the gateway or the files of its journal are gone."""
         assert self._membership is not None
-        waits: list[Coroutine[Any, Any, str]] = [self._membership.wait_refused()]
+        waits: list[Coroutine[Any, Any, str | RollmeshError]] = [self._membership.wait_refused()]
         if self._first is not None:
-            waits.append(_reason(self._first))
-        return await first_of(waits)
+            waits.append(self._first.lost())
+        found = await first_of(waits)
+        return found.message if isinstance(found, RollmeshError) else found
 
     def _log_formats(self) -> None:
         """Logs the answer formats, and warns if tool calls cannot be parsed."""
@@ -327,47 +353,3 @@ class GatewayService:
                 "refused until tool_parser is set",
                 extra=fields(give=known_parsers()),
             )
-
-    def _shown(self) -> tuple[str, ...]:
-        """Returns the special tokens that an answer may contain before its end."""
-        ends = self._continuation.end_ids | self._tokenizer.stop_ids
-        texts = self._tokenizer.special_texts
-        return tuple(text for text in texts if self._tokenizer.special_id(text) not in ends)
-
-    def _vllm_parser(self, stack: AsyncExitStack) -> "VllmParser | None":
-        if not self._format.tools.startswith(VLLM):
-            return None
-        from rollmesh.gateway.vllm_parser import VllmParser
-
-        parser = VllmParser(
-            self._format.tools.removeprefix(VLLM),
-            self._config.model_path,
-            timeout_ms=self._config.tool_parser_timeout_ms,
-            on_failure=lambda reason: metrics.PARSER_FAILURES.labels(reason).inc(),
-        )
-        stack.push_async_callback(parser.close)
-        return parser
-
-    def _hello(self, address: str, journal: Journal) -> router_pb2.ReplicaHello:
-        return router_pb2.ReplicaHello(
-            replica_id=self._gateway_id,
-            kind=router_pb2.REPLICA_KIND_GATEWAY,
-            address=address,
-            model=self._config.model,
-            tokenizer_sha256=self._model_files.tokenizer_sha256,
-            vocabulary_tokens=self._vocabulary_tokens,
-            journal_id=journal.journal_id,
-        )
-
-
-def _watch(gateway: Gateway) -> None:
-    """Makes the metrics of a gateway."""
-    metrics.OPEN_SESSIONS.set_function(lambda: gateway.live_sessions)
-    metrics.DEAD_LETTERS.set_function(lambda: gateway.count_dead_letters)
-    metrics.UNDELIVERED.set_function(lambda: gateway.undelivered_sessions)
-    metrics.RETRIED.set_function(lambda: sum(one.outbox.retried for one in gateway.registries))
-    metrics.JOURNALS.set_function(lambda: len(gateway.registries))
-
-
-async def _reason(journal: Journal) -> str:
-    return (await journal.lost()).message

@@ -65,18 +65,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._sampling_policy = sampling_pb2.SamplingPolicy.Value(
             f"SAMPLING_POLICY_{config.sampling_policy.upper()}"
         )
-        self._gateway: Gateway | None = None
+        self.gateway: Gateway
+        """Set before the service has started, once its sessions have been rebuilt."""
         self._freed_memory = FreedMemory()
-
-    @property
-    def gateway(self) -> Gateway:
-        """The gateway, which is set before the service has started."""
-        assert self._gateway is not None
-        return self._gateway
-
-    def begin(self, gateway: Gateway) -> None:
-        """Starts serving a gateway whose sessions have been rebuilt."""
-        self._gateway = gateway
 
     async def CreateSession(
         self, request: gateway_pb2.CreateSessionRequest, context: Context
@@ -215,8 +206,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
 
     def _session(self, session_id: str, key: str) -> tuple[Registry, Session]:
         """Returns an open session, whose key is checked, and its registry."""
-        assert self._gateway is not None
-        registry = self._gateway.of(session_id)
+        registry = self.gateway.of(session_id)
         registry.keys.check(session_id, key)
         return registry, registry.session(session_id)
 

@@ -584,6 +584,12 @@ class Session:
         if turn.task is not None:
             turn.task.cancel()
 
+    def cancel_all(self, error: RollmeshError) -> None:
+        """Cancels the turns that are not being committed."""
+        for turn in [*self.in_flight]:
+            if not turn.committing:
+                self.cancel(turn, error)
+
     def _note_cut_short(self, turn: Turn) -> None:
         """Counts a turn that is about to fail, once, if tokens were sampled for its request."""
         if turn.outcome is None and (turn.restarted or turn.sampled):
