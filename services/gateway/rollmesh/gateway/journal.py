@@ -495,57 +495,41 @@ def attach_rows(
     """
     for at in range(0, len(rows), _PARSED_ROWS):
         part = rows[at : at + _PARSED_ROWS]
-        for row, parsed in zip(part, _parsed(part), strict=True):
-            answer = _attach(tree, row, contexts, *parsed)
+        # All texts are parsed at once: a call of the parser takes longer than most of them.
+        texts = [
+            f"[{one[4]},{one[8] or 'null'},{one[11] or 'null'},{one[14] or '[]'}]" for one in part
+        ]
+        parsed: list[Any] = json.loads(f"[{','.join(texts)}]")
+        for row, (messages, sample, answer, images) in zip(part, parsed, strict=True):
+            _, node_id, parent_id, key, _, ids, scaffold, reasons, _, logprobs, tops, *rest = row
+            _, sampling, columns, _ = rest
+            said = answer["lineage"] if answer else None
+            asked = answer.get("request_ids", []) if answer else []
+            token_ids, context = unpack_ids(ids, "token_ids"), contexts[key]
+            tree.attach(
+                Node(
+                    node_id,
+                    tree.nodes[parent_id] if parent_id else tree.root(context),
+                    context,
+                    tuple([_message(fields) for fields in messages]),
+                    token_ids,
+                    scaffold,
+                    tuple([Placeholder(*one) for one in images]),
+                    sample=(
+                        _sample(token_ids[scaffold:], sample, logprobs, tops, sampling, asked)
+                        if sample
+                        else None
+                    ),
+                    reasons=_reasons(reasons),
+                    said=_known(trajectory_pb2.Lineage, said) if said else None,
+                    stored=True,
+                    # Open sessions have their size alone.
+                    columns=columns if isinstance(columns, bytes) else b"",
+                    column_bytes=columns if isinstance(columns, int) else 0,
+                )
+            )
             if answer and answers is not None:
-                answers[row[1]] = AnswerReceipt(**answer)
-
-
-def _parsed(rows: Sequence[Row]) -> Iterable[Any]:
-    """Yields the messages, the sample, the answer and the images of each row.
-
-    All are parsed at once: most are short, and a call of the parser takes longer than their text.
-    """
-    texts = [f"[{row[4]},{row[8] or 'null'},{row[11] or 'null'},{row[14] or '[]'}]" for row in rows]
-    found: list[Any] = json.loads(f"[{','.join(texts)}]")
-    return found
-
-
-def _attach(
-    tree: Tree, row: Row, contexts: Mapping[bytes, RenderContext], *parsed: Any
-) -> dict[str, Any] | None:
-    """Attaches the node of a row and returns the record of its answer."""
-    _, node_id, parent_id, key, _, ids, scaffold, reasons, _, logprobs, tops, *rest = row
-    _, sampling, columns, _ = rest
-    messages, sample = parsed[:2]
-    answer: dict[str, Any] | None = parsed[2]
-    images = tuple([Placeholder(*one) for one in parsed[3]])
-    said = answer["lineage"] if answer else None
-    asked = answer.get("request_ids", []) if answer else []
-    token_ids, context = unpack_ids(ids, "token_ids"), contexts[key]
-    tree.attach(
-        Node(
-            node_id,
-            tree.nodes[parent_id] if parent_id else tree.root(context),
-            context,
-            tuple([_message(fields) for fields in messages]),
-            token_ids,
-            scaffold,
-            images,
-            sample=(
-                _sample(token_ids[scaffold:], sample, logprobs, tops, sampling, asked)
-                if sample
-                else None
-            ),
-            reasons=_reasons(reasons),
-            said=_known(trajectory_pb2.Lineage, said) if said else None,
-            stored=True,
-            # Open sessions have their size alone.
-            columns=columns if isinstance(columns, bytes) else b"",
-            column_bytes=columns if isinstance(columns, int) else 0,
-        )
-    )
-    return answer
+                answers[node_id] = AnswerReceipt(**answer)
 
 
 @lru_cache(_REASONS_CACHED)
@@ -584,6 +568,13 @@ def _sample(
     sampling: bytes | None,
     request_ids: list[str],
 ) -> Sample:
+    kept = None
+    if tops is not None:
+        half, shape = len(tops) // 2, (len(token_ids), len(tops) // 8 // max(len(token_ids), 1))
+        kept = Tops(
+            unpack_ids(tops[:half], "tops").reshape(shape),
+            unpack_logprobs(tops[half:], "tops").reshape(shape),
+        )
     spans, finish, prompt_tokens, cached_tokens, prompt_crc32, *more = fields
     told = [one for one in more if isinstance(one, dict)]
     numerics = [one for one in more if isinstance(one, str)]
@@ -606,7 +597,7 @@ def _sample(
         prompt_tokens,
         cached_tokens,
         prompt_crc32,
-        None if tops is None else _tops(tops, len(token_ids)),
+        kept,
         _sampling(sampling),
         tuple(map(_numerics, numerics)),
         request_ids=request_ids,
@@ -626,13 +617,6 @@ def _sampling(data: bytes | None) -> sampling_pb2.SamplingParams:
 def _numerics(text: str) -> sampling_pb2.Numerics:
     """Returns the numerics of a turn. Version 15 of the tables did not have them."""
     return sampling_pb2.Numerics.FromString(base64.b64decode(text))
-
-
-def _tops(data: bytes, tokens: int) -> Tops:
-    half, rows = len(data) // 2, max(tokens, 1)
-    ids, logprobs = unpack_ids(data[:half], "tops"), unpack_logprobs(data[half:], "tops")
-    width = len(ids) // rows
-    return Tops(ids.reshape(tokens, width), logprobs.reshape(tokens, width))
 
 
 # The model whose token ids a journal holds.

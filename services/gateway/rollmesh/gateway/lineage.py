@@ -202,23 +202,23 @@ class _Way(NamedTuple):
 
     start: Node
     """Its first node."""
-    said: _Saying | None
+    said: _Saying | None = None
     """The last label of a turn on it."""
-    rejected: bool
+    rejected: bool = False
     """Whether that is a rejected compaction."""
-    first: Node | None
+    first: Node | None = None
     """Its first node off the main path, or None if it stays on the main path."""
-    last: Node | None
+    last: Node | None = None
     """The last node at which it departs from the preferred continuation of its conversation."""
-    shared: bool
+    shared: bool = False
     """Whether it has a turn on the main path."""
-    begun: Node | None
+    begun: Node | None = None
     """Its first turn that is not on the main path."""
-    depth: int
+    depth: int = 0
     """Number of its message groups that are no system message."""
-    along: int
+    along: int = 0
     """Number of these, from the first, that are equal to the main path."""
-    parted: Node | None
+    parted: Node | None = None
     """The first of them that does not."""
 
 
@@ -304,18 +304,7 @@ class _Ways:
         attempts = _rejected(tree)
         for node in tree.nodes.values():
             assert node.parent is not None
-            before = found.get(node.parent.node_id) or _Way(
-                node,
-                None,
-                rejected=False,
-                first=None,
-                last=None,
-                shared=False,
-                begun=None,
-                depth=0,
-                along=0,
-                parted=None,
-            )
+            before = found.get(node.parent.node_id) or _Way(node)
             start, said, rejected, first, last, shared, begun, depth, along, parted = before
             if (own := self._said.get(node.node_id)) is not None:
                 asked = node.sample.request_ids if node.sample else ()
@@ -327,7 +316,8 @@ class _Ways:
             elif node.sample is not None:
                 begun = begun or node
             if node.messages[0].role != "system":
-                if parted is None and self._says_as_main(node, along):
+                told = self._told[along] if not parted and along < len(self._told) else None
+                if told and (node is told or _is_echo(node.messages, told.messages)):
                     along += 1
                 else:
                     parted = parted or node
@@ -447,12 +437,6 @@ class _Ways:
             return trajectory_pb2.LINEAGE_RULE_SHARED_MESSAGES
         return trajectory_pb2.LINEAGE_RULE_OWN_ROOT
 
-    def _says_as_main(self, node: Node, at: int) -> bool:
-        """Returns whether a node equals the main path's node there, system messages aside."""
-        if at == len(self._told):
-            return False
-        return node is self._told[at] or _is_echo(node.messages, self._told[at].messages)
-
     def _continues(self, first: Node) -> bool:
         """Returns whether a turn's history is the main path, with an echo of its last answer."""
         way, last = self._begun[first.node_id], self._last
@@ -473,7 +457,9 @@ class _Ways:
 
     def _compacts(self, first: Node) -> _Rule:
         """Returns by which rule a turn carries the work on from a shorter history, or none."""
-        if not self._follows(first) or self._begun[first.node_id].depth - 1 >= self._last:
+        # It comes after the last of the main path's two or more turns.
+        follows = len(self._worked) >= _TURNS_BEFORE_COMPACTION and self._worked[-1] < first.node_id
+        if not follows or self._begun[first.node_id].depth - 1 >= self._last:
             return _NO_RULE
         assert first.parent is not None
         answered = False
@@ -511,11 +497,6 @@ class _Ways:
             longest = sorted(parts, key=len, reverse=True)[:_QUOTED_PARTS]
             found = self._parts[turn.node_id] = [part for part in longest if len(part) >= least]
         return found
-
-    def _follows(self, first: Node) -> bool:
-        """Returns whether a turn came after the last of the main path's two or more turns."""
-        worked = self._worked
-        return len(worked) >= _TURNS_BEFORE_COMPACTION and worked[-1] < first.node_id
 
 
 def _is_probe(node: Node) -> bool:

@@ -68,7 +68,12 @@ def turn_sampling(
         InvalidSamplingError: The session refuses a parameter. The error names it.
     """
     own, own_shape = _own(spec.sampling)
-    asked = _merged(own, request.sampling)
+    asked = sampling_pb2.SamplingParams()
+    asked.CopyFrom(own)
+    for name in _REPLACED:  # MergeFrom would concatenate them
+        if getattr(request.sampling, name):
+            asked.ClearField(name)
+    asked.MergeFrom(request.sampling)
     shape = _shape(asked)
     different = [name for name, value in shape.items() if value != own_shape[name]]
     different += ["bad_words"] if request.bad_words else []
@@ -77,7 +82,15 @@ def turn_sampling(
     if asked.HasField("seed") and not (own.HasField("seed") and own.seed == asked.seed):
         different.append("seed")
     if different and may_refuse and spec.sampling_policy == sampling_pb2.SAMPLING_POLICY_REFUSE:
-        raise _refusal(different, asked, own)
+        first, problem = different[0], "differs from the session's, which is enforced"
+        if first in _DEFAULTS:
+            theirs, ours = _value(asked, first), _value(own, first)
+            problem = f"is {theirs:.6g}, and the session enforces {ours:.6g}"
+        raise InvalidSamplingError(
+            first if first == "bad_words" else f"sampling.{first}",
+            f"{problem}; leave {' and '.join(different)} out, or open the session with "
+            "sampling_policy agent",
+        )
     params = sampling_pb2.SamplingParams()
     params.CopyFrom(own)
     if asked.HasField("max_tokens"):
@@ -94,18 +107,6 @@ def shown_sampling(params: sampling_pb2.SamplingParams) -> dict[str, float]:
     }
 
 
-def _merged(
-    own: sampling_pb2.SamplingParams, asked: sampling_pb2.SamplingParams
-) -> sampling_pb2.SamplingParams:
-    merged = sampling_pb2.SamplingParams()
-    merged.CopyFrom(own)
-    for name in _REPLACED:  # MergeFrom would concatenate them
-        if getattr(asked, name):
-            merged.ClearField(name)
-    merged.MergeFrom(asked)
-    return merged
-
-
 @lru_cache(_SESSIONS_CACHED)
 def _own(sampling_json: str) -> tuple[sampling_pb2.SamplingParams, dict[str, Any]]:
     own = json_format.Parse(sampling_json, sampling_pb2.SamplingParams())
@@ -114,10 +115,7 @@ def _own(sampling_json: str) -> tuple[sampling_pb2.SamplingParams, dict[str, Any
 
 def _shape(params: sampling_pb2.SamplingParams) -> dict[str, Any]:
     """Returns the values that shape the distribution. Equal values have equal distributions."""
-    shape: dict[str, Any] = {
-        name: getattr(params, name) if params.HasField(name) else default  # type: ignore[arg-type]
-        for name, default in _DEFAULTS.items()
-    }
+    shape: dict[str, Any] = {name: _value(params, name) for name in _DEFAULTS}
     if shape["temperature"] < _GREEDY_BELOW:
         shape |= {"temperature": 0.0} | {name: _DEFAULTS[name] for name in _TRUNCATION}
     return shape | {
@@ -127,27 +125,12 @@ def _shape(params: sampling_pb2.SamplingParams) -> dict[str, Any]:
     }
 
 
+def _value(params: sampling_pb2.SamplingParams, name: str) -> Any:
+    return getattr(params, name) if params.HasField(name) else _DEFAULTS[name]  # type: ignore[arg-type]
+
+
 def _truncates(shape: dict[str, Any]) -> bool:
     return any(shape[name] != _DEFAULTS[name] for name in _TRUNCATION)
-
-
-def _refusal(
-    names: Iterable[str], asked: sampling_pb2.SamplingParams, own: sampling_pb2.SamplingParams
-) -> InvalidSamplingError:
-    first, *others = names
-    problem = "differs from the session's, which is enforced"
-    if first in _DEFAULTS:
-        default = _DEFAULTS[first]
-        values = [
-            getattr(one, first) if one.HasField(first) else default  # type: ignore[arg-type]
-            for one in (asked, own)
-        ]
-        problem = f"is {values[0]:.6g}, and the session enforces {values[1]:.6g}"
-    left_out = f"leave {' and '.join([first, *others])} out"
-    field = first if first == "bad_words" else f"sampling.{first}"
-    return InvalidSamplingError(
-        field, f"{problem}; {left_out}, or open the session with sampling_policy agent"
-    )
 
 
 _CALLS: dict[int, Calls] = {
@@ -175,7 +158,7 @@ _EDGE_FIELDS = ("source_request_id", "target_request_id", "type")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _EDGE_KIND = re.compile(r"[A-Za-z][A-Za-z0-9._:-]{0,127}")
 _contexts: ByteCache[tuple[str, str], RenderContext] = ByteCache(16 * 1024 * 1024)
-"""Render contexts by tools and options. Agents send the same ones with every request."""
+"""Render contexts by tools and options."""
 _settings: ByteCache[tuple[bytes, str, int, bool], TurnSettings] = ByteCache(16 * 1024 * 1024)
 """Settings by their serialised fields, and by their session's sampling parameters and policy."""
 
@@ -214,11 +197,8 @@ def read_choices(
     spec = session.spec
     conversation, rest = session.reader.read(request, images)
     fields = gateway_pb2.ChatRequest.FromString(bytes(rest))
-    fields.ClearField("idempotency_key")
-    fields.ClearField("retry_count")
-    fields.ClearField("call_id")
-    fields.ClearField("model")
-    fields.ClearField("model_request_id")
+    for name in ("idempotency_key", "retry_count", "call_id", "model", "model_request_id"):
+        fields.ClearField(name)
     adapter = spec.policy(request.model)
     data = fields.SerializeToString(deterministic=True)
     settings = _settings.get(
@@ -339,7 +319,7 @@ def _read_settings(
         raise InvalidFieldError(
             "bad_words", f"give at most {_MAX_BAD_WORDS} of 1 to {_MAX_STOP_CHARS} characters"
         )
-    render_context = _context_of(request)
+    render_context = _read_context(request.tools_json, request.template_options_json)
     if how.params.HasField("max_tokens") and how.params.max_tokens < 1:
         raise InvalidFieldError("sampling.max_tokens", "is 0; give at least 1")
     wanted = _read_wanted(request, render_context)
@@ -354,7 +334,16 @@ def _read_settings(
         raise InvalidFieldError(
             "lineage", f"is {request.lineage}; give MAIN, SUB_AGENT, COMPACTION or AUXILIARY"
         )
-    deferred = _deferred_context(request.deferred_tools_json)
+    try:  # the tools that the conversation describes and the template does not print
+        later = _read_context(request.deferred_tools_json, "")
+    except InvalidFieldError as error:
+        problem = error.message.removeprefix("tools_json: ").removeprefix("tools_json ")
+        raise InvalidFieldError("deferred_tools_json", problem) from error
+    if render_context.tools_json and later.tools_json:
+        printed, described = render_context.tools_json.strip(), later.tools_json.strip()
+        all_tools = RenderContext(printed[:-1] + b"," + described[1:])
+    else:
+        all_tools = later if later.tools_json else render_context
     distinguishing = [
         stops,
         request.tool_choice,
@@ -365,11 +354,11 @@ def _read_settings(
         [request.include_stop, request.show_special_tokens],
         [returns.token_ids, returns.logprobs, returns.top_logprobs],
     ]
-    if deferred.tools_json:
-        distinguishing.append(deferred.key.hex())
+    if later.tools_json:
+        distinguishing.append(later.key.hex())
     return TurnSettings(
         render_context=render_context,
-        callable_context=_callable_context(render_context, deferred),
+        callable_context=all_tools,
         sampling=how,
         stops=stops,
         wanted=wanted,
@@ -383,12 +372,11 @@ def _read_settings(
     )
 
 
-def _context_of(request: gateway_pb2.ChatRequest) -> RenderContext:
-    source = request.tools_json, request.template_options_json
-    return _contexts.get(source, sum(map(len, source)), lambda: _read_context(*source))
-
-
 def _read_context(tools_json: str, options_json: str) -> RenderContext:
+    """Returns the context of tools and options, of which agents send the same ones again."""
+    known = _contexts.find((tools_json, options_json))
+    if known is not None:
+        return known
     for field, source in (("tools_json", tools_json), ("template_options_json", options_json)):
         try:
             if source:
@@ -396,31 +384,15 @@ def _read_context(tools_json: str, options_json: str) -> RenderContext:
         except ValueError as error:
             raise InvalidFieldError(field, f"is not JSON: {error}") from error
     try:
-        render_context = make_context(tools_json.encode(), options_json.encode())
+        found = make_context(tools_json.encode(), options_json.encode())
     except ValueError as error:
         field = "template_options_json" if "options" in str(error) else "tools_json"
         raise InvalidFieldError(field, str(error)) from error
-    for name in tool_schemas(render_context.tools_json) if render_context.tools_json else ():
+    for name in tool_schemas(found.tools_json) if found.tools_json else ():
         if name != replace_surrogates(name):
             raise InvalidFieldError("tools_json", f"the name {name!r} is not Unicode")
-    return render_context
-
-
-def _deferred_context(given: str) -> RenderContext:
-    """Returns the tools that the conversation describes and the template does not print."""
-    try:
-        return _contexts.get((given, ""), len(given), lambda: _read_context(given, ""))
-    except InvalidFieldError as error:
-        problem = error.message.removeprefix("tools_json: ").removeprefix("tools_json ")
-        raise InvalidFieldError("deferred_tools_json", problem) from error
-
-
-def _callable_context(printed: RenderContext, later: RenderContext) -> RenderContext:
-    """Returns the tools that the template prints, and the tools that the conversation describes."""
-    if not printed.tools_json or not later.tools_json:
-        return later if later.tools_json else printed
-    both = printed.tools_json.strip()[:-1] + b"," + later.tools_json.strip()[1:]
-    return RenderContext(both)
+    _contexts.add((tools_json, options_json), found, len(tools_json) + len(options_json))
+    return found
 
 
 def _read_wanted(request: gateway_pb2.ChatRequest, render_context: RenderContext) -> Wanted:
@@ -438,7 +410,17 @@ def _read_wanted(request: gateway_pb2.ChatRequest, render_context: RenderContext
         )
     schema = request.json_format.schema_json.encode() if request.HasField("json_format") else None
     if schema:
-        _check_schema(schema)
+        if len(schema) > _MAX_SCHEMA_BYTES:
+            raise InvalidFieldError(
+                "json_format",
+                f"its schema has {len(schema)} bytes; give at most {_MAX_SCHEMA_BYTES}",
+            )
+        try:
+            value = read_json(schema.decode())
+        except ValueError as error:
+            raise InvalidFieldError("json_format", f"its schema is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise InvalidFieldError("json_format", "its schema is not an object")
     return Wanted(
         calls,
         request.tool_name if named else "",
@@ -446,16 +428,3 @@ def _read_wanted(request: gateway_pb2.ChatRequest, render_context: RenderContext
         schema,
         request.json_format.strict,
     )
-
-
-def _check_schema(schema: bytes) -> None:
-    if len(schema) > _MAX_SCHEMA_BYTES:
-        raise InvalidFieldError(
-            "json_format", f"its schema has {len(schema)} bytes; give at most {_MAX_SCHEMA_BYTES}"
-        )
-    try:
-        value = read_json(schema.decode())
-    except ValueError as error:
-        raise InvalidFieldError("json_format", f"its schema is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InvalidFieldError("json_format", "its schema is not an object")

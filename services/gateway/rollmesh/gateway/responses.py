@@ -1,7 +1,7 @@
 """Writes answers and sessions as the messages of `rollmesh.v1`."""
 
 from collections.abc import Iterable, Iterator
-from itertools import islice, starmap
+from itertools import islice
 
 from rollmesh.chat import (
     Message,
@@ -12,7 +12,7 @@ from rollmesh.chat import (
     ToolCallEvent,
 )
 from rollmesh.chat.parsing import UNKNOWN, AnswerFormat
-from rollmesh.chat.templates import Finding, Kind, RefusedOrder, TemplateProfile
+from rollmesh.chat.templates import Finding, Kind, TemplateProfile
 from rollmesh.gateway.conversation import ROLES, answer_id_of
 from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.requests import shown_sampling
@@ -292,7 +292,18 @@ def write_template(profile: TemplateProfile, sha256: str) -> template_pb2.Templa
         sha256=sha256,
         kind=write_kind(profile.kind),
         findings=sorted(map(write_finding, profile.findings)),
-        refused_orders=starmap(_write_order, profile.refused.items()),
+        refused_orders=[
+            template_pb2.RefusedOrder(
+                place=template_pb2.MessagePlace.Value(
+                    f"MESSAGE_PLACE_{order.place.upper().replace(' ', '_')}"
+                ),
+                role=chat_pb2.ROLE_UNSPECIFIED if order.role is None else ROLE_NUMBERS[order.role],
+                with_tools=order.with_tools,
+                behind_system=order.behind_system,
+                explanation=why,
+            )
+            for order, why in profile.refused.items()
+        ],
         image_roles=sorted(ROLE_NUMBERS[one] for one in profile.image_roles),
     )
 
@@ -322,14 +333,3 @@ def write_reasoning(format_: AnswerFormat) -> gateway_pb2.ReasoningFormat.ValueT
     """Returns how reasoning is marked in answers of a format."""
     name = format_.reasoning_name.upper()
     return gateway_pb2.ReasoningFormat.Value(f"REASONING_FORMAT_{name}")
-
-
-def _write_order(order: RefusedOrder, why: str) -> template_pb2.RefusedOrder:
-    place = order.place.upper().replace(" ", "_")
-    return template_pb2.RefusedOrder(
-        place=template_pb2.MessagePlace.Value(f"MESSAGE_PLACE_{place}"),
-        role=chat_pb2.ROLE_UNSPECIFIED if order.role is None else ROLE_NUMBERS[order.role],
-        with_tools=order.with_tools,
-        behind_system=order.behind_system,
-        explanation=why,
-    )

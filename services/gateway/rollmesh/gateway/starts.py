@@ -18,7 +18,6 @@ from rollmesh.chat import (
     InvalidInputError,
     MessageGroup,
     PlacementError,
-    RenderContext,
     group_messages,
     make_context,
     read_json,
@@ -76,7 +75,7 @@ async def read_start(deps: BaseDeps, policy: ImagePolicy, given: gateway_pb2.Ses
                 f"is {theirs[:16] or 'not recorded'}, and this gateway has {own[:16]}: the ids "
                 "have another meaning; start from the messages as text, or serve that model",
             )
-    images = await _checked_images(deps, policy, given.images)
+    images = await _checked_images(deps, policy, given.images) if given.images else {}
     nodes = await deps.long_work.run(
         origin.nodes[0].session_id, partial(_read_nodes, deps, given, origin, images)
     )
@@ -116,16 +115,10 @@ async def _checked_images(
     deps: Deps, policy: ImagePolicy, images: Sequence[session_pb2.SessionImage]
 ) -> dict[str, CheckedImage]:
     """Returns the images by hash, once they have been decoded."""
-    if not images:
-        return {}
     if policy.rule is None:
         raise InvalidFieldError("start.images", "are not served, as the model takes no images")
     names = [f"start.images[{at}].data" for at in range(len(images))]
-
-    def digests() -> list[str]:
-        return [hashlib.sha256(one.data).hexdigest() for one in images]
-
-    hashes = await deps.run(digests)
+    hashes = await deps.run(lambda: [hashlib.sha256(one.data).hexdigest() for one in images])
     for one, sha256, name in zip(images, hashes, names, strict=True):
         if sha256 != one.sha256:
             raise InvalidImageError(name, f"has the SHA-256 {sha256}, not the one that is given")
@@ -147,7 +140,13 @@ def _read_nodes(
     images: Mapping[str, CheckedImage],
 ) -> list[Node]:
     """Returns the nodes, each with its parent. Runs in a worker thread."""
-    context = _read_context(given.context)
+    try:
+        read = read_json(given.context.data.decode()) if given.context.data else {}
+        tools, options = read.get("tools"), read.get("chat_template_kwargs")
+        texts = [write_json(one).encode() if one else b"" for one in (tools, options)]
+        context = make_context(*texts)
+    except (ValueError, AttributeError) as error:
+        raise InvalidFieldError("start.context.data", f"is no such JSON object: {error}") from error
     parent, nodes, known = new_root(context), list[Node](), set[int]()
     shown, crc32, tokens = set[str](), 0, 0
     for at, one in enumerate(given.nodes):
@@ -170,8 +169,11 @@ def _read_nodes(
             places = deps.continuation.places(group, ids)
         except PlacementError as error:
             raise InvalidFieldError(f"{field}.token_ids_u32le", str(error)) from error
+        reasons = {trajectory_pb2.FIDELITY_REASON_IMPORTED} if one.sampled else set[Fidelity]()
+        if one.special_text:
+            reasons.add(trajectory_pb2.FIDELITY_REASON_SPECIAL_TEXT)
         parent = Node(
-            one.node_id, parent, context, group, ids, len(ids), places, reasons=_reasons(one)
+            one.node_id, parent, context, group, ids, len(ids), places, reasons=frozenset(reasons)
         )
         nodes.append(parent)
     messages = tuple(message for node in nodes for message in node.messages)
@@ -193,22 +195,6 @@ def _read_nodes(
             "earlier node",
         )
     return nodes
-
-
-def _reasons(one: gateway_pb2.StartNode) -> frozenset[Fidelity]:
-    imported = {trajectory_pb2.FIDELITY_REASON_IMPORTED} if one.sampled else set()
-    special = {trajectory_pb2.FIDELITY_REASON_SPECIAL_TEXT} if one.special_text else set()
-    return frozenset(imported | special)
-
-
-def _read_context(given: session_pb2.ConversationContext) -> RenderContext:
-    try:
-        read = read_json(given.data.decode()) if given.data else {}
-        tools, options = read.get("tools"), read.get("chat_template_kwargs")
-        texts = [write_json(one).encode() if one else b"" for one in (tools, options)]
-        return make_context(*texts)
-    except (ValueError, AttributeError) as error:
-        raise InvalidFieldError("start.context.data", f"is no such JSON object: {error}") from error
 
 
 def _read_group(

@@ -59,7 +59,8 @@ class Gateway:
         tasks: asyncio.TaskGroup,
     ) -> None:
         """Starts without journals."""
-        self._deps = deps
+        self.deps = deps
+        """What turns are run with."""
         self._config = deps.config
         self._collectors = collectors
         self._tasks = tasks
@@ -93,12 +94,7 @@ class Gateway:
     @property
     def adapters(self) -> set[str]:
         """Names of the adapters that the router retains."""
-        return {name for name, _ in self._deps.leases.offered.adapters(self._config.model)}
-
-    @property
-    def deps(self) -> Deps | UpstreamDeps:
-        """What turns are run with."""
-        return self._deps
+        return {name for name, _ in self.deps.leases.offered.adapters(self._config.model)}
 
     @property
     def live_sessions(self) -> int:
@@ -185,10 +181,8 @@ class Gateway:
                 return await self.create(request, found, start)  # it may have been opened meanwhile
         if self._refusal is not None:
             raise self._refusal
-        if (
-            sum(one.booked_sessions for one in self._registries.values())
-            >= self._config.max_sessions
-        ):
+        booked = sum(one.booked_sessions for one in self._registries.values())
+        if booked >= self._config.max_sessions:
             raise TooManySessionsError(
                 f"the gateway holds {self._config.max_sessions} open sessions; close some",
                 retry_delay_ms=_RETRY_MS,
@@ -234,7 +228,7 @@ class Gateway:
         wanted = [(one.name, one.version) for one in choices if one.name]
         retained = set[tuple[str, int]]()
         if wanted:
-            offered = self._deps.leases.offered
+            offered = self.deps.leases.offered
             retained = await offered.until_adapters(self._config.model, wanted, lost)
         policies: list[tuple[str, int]] = []
         for one in choices:
@@ -329,14 +323,17 @@ class Gateway:
         outbox = Outbox(journal, self._collectors, remembered=self._config.remembered_closes)
         try:
             async with asyncio.TaskGroup() as tasks:
-                registry = Registry(self._deps, journal, outbox, tasks, self._groups)
+                registry = Registry(self.deps, journal, outbox, tasks, self._groups)
                 try:
                     await registry.restore()
                 except RollmeshError as error:
                     held.set_exception(error)
                     await journal.release()
                     return
-                self._add(registry)
+                if self._refusal is not None:
+                    registry.refuse(self._refusal)
+                self._registries[journal.journal_id] = registry
+                self.changed()
                 held.set_result(None)
                 owned = [
                     tasks.create_task(outbox.run()),
@@ -360,12 +357,6 @@ class Gateway:
             _log.warning("journal was lost", extra=fields(journal=journal_id, error=error.message))
             registry.abandon(error)
             self._remove(registry)
-
-    def _add(self, registry: Registry) -> None:
-        if self._refusal is not None:
-            registry.refuse(self._refusal)
-        self._registries[registry.journal.journal_id] = registry
-        self.changed()
 
     def _remove(self, registry: Registry) -> None:
         journal_id = registry.journal.journal_id

@@ -36,8 +36,8 @@ from rollmesh.gateway.journal import Journal
 from rollmesh.gateway.limits import book_tokens, check_limits, reserve
 from rollmesh.gateway.prompt import Prompt
 from rollmesh.gateway.responses import write_deltas
-from rollmesh.gateway.session import Session, Turn, TurnRequest, TurnSettings
-from rollmesh.gateway.tree import Finish, Match, Node, Sample, Told, path_bytes
+from rollmesh.gateway.session import Session, Turn, TurnRequest
+from rollmesh.gateway.tree import Finish, Node, Sample, Told, path_bytes
 from rollmesh.gateway.turn import commit
 from rollmesh.runtime import Backoff, clock
 from rollmesh.runtime.config import ConfigError
@@ -172,8 +172,12 @@ async def run_text_turn(
     """
     timeout_ms = deps.config.turn_timeout_ms
     check_limits(deps.config, session)
-    match = _match(session, request)
-    groups = request.conversation.groups[match.depth :]
+    tree, conversation = session.tree, request.conversation
+    context, earlier = request.settings.render_context, conversation.earlier
+    start = tree.start(context, conversation.groups, earlier.digest if earlier else b"")
+    match, bookmark = tree.search(start, conversation.groups)
+    tree.keep(context, conversation.digest, bookmark)
+    groups = conversation.groups[match.depth :]
     sampling = sampling_pb2.SamplingParams()
     sampling.CopyFrom(request.sampling)
     if (most := session.spec.budget.sampled_tokens) and not sampling.max_tokens:
@@ -197,15 +201,6 @@ async def run_text_turn(
     return await commit(store, session, turn, new, answer.message(), sample, frozenset(reasons))
 
 
-def _match(session: Session, request: TurnRequest) -> Match:
-    tree, conversation = session.tree, request.conversation
-    context, earlier = request.settings.render_context, conversation.earlier
-    start = tree.start(context, conversation.groups, earlier.digest if earlier else b"")
-    match, bookmark = tree.search(start, conversation.groups)
-    tree.keep(context, conversation.digest, bookmark)
-    return match
-
-
 async def _answer(
     deps: UpstreamDeps, turn: Turn, request: TurnRequest, sampling: sampling_pb2.SamplingParams
 ) -> "_Answer":
@@ -222,7 +217,8 @@ async def _answer(
             answer.check()
         except (EngineLostError, EnginesBusyError) as error:
             wait_s = max((error.retry_delay_ms or 0) / 1000, backoff.next_s())
-            if answer.has_begun or time.monotonic() + wait_s > until:
+            has_begun = answer.content or answer.reasoning or answer.calls or answer.finish
+            if has_begun or time.monotonic() + wait_s > until:
                 raise
             await asyncio.sleep(wait_s)
             continue
@@ -238,7 +234,7 @@ def _body(
     Raises:
         InvalidSamplingError: A sampling parameter needs ids of the mesh's own models.
     """
-    settings = request.settings
+    settings, wanted = request.settings, request.settings.wanted
     body: dict[str, Any] = {
         "model": config.upstream_model or config.model,
         "messages": [
@@ -265,28 +261,22 @@ def _body(
         body["stop"] = list(settings.stops)
     if settings.render_context.options_json:
         body["chat_template_kwargs"] = json.loads(settings.render_context.options_json)
-    return body | _wanted(settings)
-
-
-def _wanted(settings: TurnSettings) -> dict[str, Any]:
-    """Returns the fields about the form of the answer."""
-    wanted, fields = settings.wanted, dict[str, Any]()
     if settings.callable_context.tools_json:
-        fields["tools"] = json.loads(settings.callable_context.tools_json)
+        body["tools"] = json.loads(settings.callable_context.tools_json)
         if wanted.calls is Calls.NAMED:
             function = {"name": wanted.tool_name}
-            fields["tool_choice"] = {"type": "function", "function": function}
+            body["tool_choice"] = {"type": "function", "function": function}
         elif wanted.calls is not Calls.AUTO:
-            fields["tool_choice"] = wanted.calls.name.lower()
+            body["tool_choice"] = wanted.calls.name.lower()
         if wanted.one_call:
-            fields["parallel_tool_calls"] = False
+            body["parallel_tool_calls"] = False
     if wanted.json_schema is not None:
-        fields["response_format"] = {"type": "json_object"}
+        body["response_format"] = {"type": "json_object"}
         if wanted.json_schema:
             schema = json.loads(wanted.json_schema)
             named = {"name": "answer", "schema": schema, "strict": wanted.strict}
-            fields["response_format"] = {"type": "json_schema", "json_schema": named}
-    return fields
+            body["response_format"] = {"type": "json_schema", "json_schema": named}
+    return body
 
 
 @dataclass(slots=True)
@@ -302,11 +292,6 @@ class _Answer:
     stop: str = ""
     model: str = ""
     usage: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether any of it has arrived."""
-        return bool(self.content or self.reasoning or self.calls or self.finish)
 
     @property
     def prompt_tokens(self) -> int:
