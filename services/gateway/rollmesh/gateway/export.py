@@ -148,12 +148,9 @@ def _owners(leaves: Iterable[Node], found: Mapping[int, Label]) -> dict[int, int
             is_alike = found[node.node_id].lineage == works[leaf_id].lineage
             if is_alike and not works[leaf_id].is_rejected:
                 owners.setdefault(node.node_id, leaf_id)
-
-    def comes_late(leaf_id: int) -> tuple[bool, bool]:
-        label = works[leaf_id]
-        return label.is_rejected, label.lineage == trajectory_pb2.LINEAGE_AUXILIARY
-
-    for leaf_id in sorted(paths, key=comes_late):
+    auxiliary = trajectory_pb2.LINEAGE_AUXILIARY  # and rejected compactions come last
+    order = sorted(paths, key=lambda one: (works[one].is_rejected, works[one].lineage == auxiliary))
+    for leaf_id in order:
         for node in paths[leaf_id]:
             owners.setdefault(node.node_id, leaf_id)
     return owners
@@ -385,8 +382,11 @@ def _tokens(
         else:
             scaffold = 0 if run.sampled else size
         trained = bytes([run.trained]) * (size - scaffold)
-        if run.sampled and _NOT_FINITE in run.reasons:
-            sampled, trained = _without_infinite(sampled, trained)
+        if run.sampled and _NOT_FINITE in run.reasons:  # tokens without a finite one: untrained
+            values = unpack_logprobs(sampled, "logprobs")
+            finite = np.isfinite(values)
+            sampled = pack_logprobs(np.where(finite, values, np.float32(0)))
+            trained = (np.frombuffer(trained, np.uint8) * finite).tobytes()
         logprobs += bytes(4 * scaffold), sampled if run.sampled else b""
         mask += bytes(scaffold), trained
         end, last = run.end, run.node_id
@@ -473,14 +473,6 @@ def _tree_columns(
             else:
                 one.start += node.start
                 yield one
-
-
-def _without_infinite(sampled: bytes, trained: bytes) -> tuple[bytes, bytes]:
-    """Returns log-probabilities and a mask in which tokens without a finite one are not trained."""
-    logprobs = unpack_logprobs(sampled, "logprobs")
-    finite = np.isfinite(logprobs)
-    mask = np.frombuffer(trained, np.uint8) * finite
-    return pack_logprobs(np.where(finite, logprobs, np.float32(0))), mask.tobytes()
 
 
 def _field(number: int, parts: list[bytes]) -> list[bytes]:

@@ -251,8 +251,42 @@ def insert_turn(
         context.key,
         tx.journal_id,
     )
-    receipt, last = None if answer is None else _receipt_json(answer), nodes[-1]
-    rows = [_node_row(session_id, one, receipt if one is last else None) for one in nodes]
+    rows: list[tuple[object, ...]] = []
+    for node in nodes:
+        assert node.parent is not None
+        sample, logprobs, tops, sampling = None, None, None, None
+        if (own := node.sample) is not None:
+            spans: list[tuple[object, ...]] = []
+            for one in own.spans:
+                span = one.policy_version, one.start, one.end, one.engine_id, one.numerics_id
+                spans.append((*span, one.adapter) if one.adapter else span)
+            numerics = [base64.b64encode(one.SerializeToString()).decode() for one in own.numerics]
+            counts = int(own.finish), own.prompt_tokens, own.cached_tokens, own.prompt_crc32
+            told = [own.told._asdict()] if own.told else []
+            times = [own.begun_unix_ms, own.ended_unix_ms]
+            sample = json.dumps([spans, *counts, *told, *numerics, times])
+            logprobs = pack_logprobs(own.logprobs)
+            sampling = own.sampling.SerializeToString(deterministic=True)
+            if own.tops is not None:
+                tops = pack_ids(own.tops.ids) + pack_logprobs(own.tops.logprobs)
+        columns = (
+            session_id,
+            node.node_id,
+            node.parent.node_id,
+            node.render_context.key,
+            json.dumps([dataclasses.asdict(one) for one in node.messages]),
+            pack_ids(node.token_ids),
+            node.scaffold_tokens,
+            json.dumps(sorted(node.reasons)),
+            sample,
+            logprobs,
+            tops,
+            json.dumps(node.images) if node.images else None,
+            sampling,
+            _receipt_json(answer) if answer is not None and node is nodes[-1] else None,
+            node.columns or None,
+        )
+        rows.append(columns)
     tx.db.run_many(
         "INSERT INTO nodes (session_id, node_id, parent_id, context_key, messages, token_ids,"
         " scaffold, reasons, sample, logprobs, tops, images, sampling, answer, token_columns)"
@@ -436,47 +470,6 @@ def read_nodes(
 
 def _receipt_json(answer: AnswerReceipt) -> str:
     return json.dumps(dict(zip(_RECEIPT, _receipt_of(answer), strict=True)))
-
-
-def _node_row(session_id: str, node: Node, receipt: str | None) -> tuple[object, ...]:
-    """Returns the columns of a node, with the receipt of its answer if it has one."""
-    assert node.parent is not None
-    sample, logprobs, tops, sampling = None, None, None, None
-    if node.sample is not None:
-        own = node.sample
-        spans = [
-            (
-                *(one.policy_version, one.start, one.end, one.engine_id, one.numerics_id),
-                *([one.adapter] if one.adapter else []),
-            )
-            for one in own.spans
-        ]
-        numerics = [base64.b64encode(one.SerializeToString()).decode() for one in own.numerics]
-        counts = int(own.finish), own.prompt_tokens, own.cached_tokens, own.prompt_crc32
-        told = [own.told._asdict()] if own.told else []
-        times = [own.begun_unix_ms, own.ended_unix_ms]
-        sample = json.dumps([spans, *counts, *told, *numerics, times])
-        logprobs = pack_logprobs(own.logprobs)
-        sampling = own.sampling.SerializeToString(deterministic=True)
-        if own.tops is not None:
-            tops = pack_ids(own.tops.ids) + pack_logprobs(own.tops.logprobs)
-    return (
-        session_id,
-        node.node_id,
-        node.parent.node_id,
-        node.render_context.key,
-        json.dumps([dataclasses.asdict(one) for one in node.messages]),
-        pack_ids(node.token_ids),
-        node.scaffold_tokens,
-        json.dumps(sorted(node.reasons)),
-        sample,
-        logprobs,
-        tops,
-        json.dumps(node.images) if node.images else None,
-        sampling,
-        receipt,
-        node.columns or None,
-    )
 
 
 def attach_rows(

@@ -309,7 +309,8 @@ class _Ways:
             if (own := self._said.get(node.node_id)) is not None:
                 asked = node.sample.request_ids if node.sample else ()
                 said, rejected = own, not attempts.isdisjoint(asked)
-            if not self._is_first(node):
+            preferred = self._main if _is_start(node) else self._next(node.parent)
+            if node is not preferred:
                 first, last = first or node, node
             if node.sample is not None and first is None:
                 shared = True
@@ -405,12 +406,6 @@ class _Ways:
         first = self._first[node.node_id]
         return None if first is None else self._said.get(first.node_id)
 
-    def _is_first(self, node: Node) -> bool:
-        """Returns whether a node is its parent's preferred child, or the start of main."""
-        if _is_start(node):
-            return node is self._main
-        return node.parent is not None and self._next(node.parent) is node
-
     def _beside(self, way: _Way, first: Node | None, main: Node) -> _Rule:
         """Returns the rule for a conversation that shares no sampled turn with the main one."""
         start = way.start
@@ -420,9 +415,16 @@ class _Ways:
         if one_turn and first is not None and _is_probe(first):
             return trajectory_pb2.LINEAGE_RULE_PROBE
         toolless = bool(main.render_context.tools_json) and not start.render_context.tools_json
-        is_end = toolless and first is not None and self._continues(first)
-        if is_end and (same_system or not self._is_answered()):
-            return trajectory_pb2.LINEAGE_RULE_FINAL_ANSWER
+        if toolless and first is not None and self._continues(first):
+            last = self._nodes[self._worked[-1]]
+            is_answered = (  # the main path ends with an answer: whole and without calls
+                last.sample is not None
+                and last.sample.finish == sampling_pb2.FINISH_REASON_STOP
+                and not last.messages[0].tool_calls
+                and trajectory_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL not in last.reasons
+            )
+            if same_system or not is_answered:
+                return trajectory_pb2.LINEAGE_RULE_FINAL_ANSWER
         if one_turn and not same_system and toolless:
             return trajectory_pb2.LINEAGE_RULE_WITHOUT_TOOLS
         if one_turn and not same_system and _is_titled(start):
@@ -444,16 +446,6 @@ class _Ways:
             return False
         parted = way.parted is not None and way.parted.messages[0].role == "assistant"
         return way.along > last or (way.along == last and parted)
-
-    def _is_answered(self) -> bool:
-        """Returns whether the last turn of the main path is an answer: whole and without calls."""
-        last = self._nodes[self._worked[-1]]
-        return (
-            last.sample is not None
-            and last.sample.finish == sampling_pb2.FINISH_REASON_STOP
-            and not last.messages[0].tool_calls
-            and trajectory_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL not in last.reasons
-        )
 
     def _compacts(self, first: Node) -> _Rule:
         """Returns by which rule a turn carries the work on from a shorter history, or none."""

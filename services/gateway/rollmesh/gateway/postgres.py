@@ -105,7 +105,15 @@ class PostgresJournal(Journal):
         """Runs work in a transaction and returns once the commit is durable."""
 
         def fenced(db: Statements) -> _Result:
-            self._check(db)
+            # Once in a transaction: is the journal still this gateway's? The lock lasts until the
+            # end of the transaction: no gateway takes the journal meanwhile.
+            if self._failure is not None:
+                raise self._failure
+            if self._checked is not db:
+                held = "SELECT 1 FROM journals WHERE journal = ?1 AND epoch = ?2 FOR SHARE"
+                if db.row(held, self.journal_id, self.epoch) is None:
+                    raise moved(self.journal_id)
+                self._checked = db
             return work(Transaction(db, self.journal_id))
 
         try:
@@ -159,20 +167,6 @@ class PostgresJournal(Journal):
         if self._failure is None:
             self._failure = reason
             self._ended.set()
-
-    def _check(self, db: Statements) -> None:
-        """Checks, once in a transaction, that the journal is still this gateway's.
-
-        The lock lasts until the end of the transaction: no gateway takes the journal meanwhile.
-        """
-        if self._failure is not None:
-            raise self._failure
-        if self._checked is db:
-            return
-        held = "SELECT 1 FROM journals WHERE journal = ?1 AND epoch = ?2 FOR SHARE"
-        if db.row(held, self.journal_id, self.epoch) is None:
-            raise moved(self.journal_id)
-        self._checked = db
 
 
 class PostgresJournals:

@@ -8,7 +8,7 @@ import hmac
 import logging
 import secrets
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -219,42 +219,24 @@ class SessionKeys:
                 "or the one that followed it"
             )
 
-    async def revoke(self, session_id: str, key: str, request_id: str) -> str:
+    async def revoke(self, session_id: str, key: str | None, request_id: str) -> str:
         """Ends a key and returns its successor, once that is durable.
 
         A caller that leaves does not stop it: the journal and this process must agree.
+
+        Args:
+            session_id: Id of the session.
+            key: The key. None means the current one, for an operator.
+            request_id: A repeat of the call that ended the last key changes nothing. May be empty.
 
         Raises:
             SessionKeyWrongError: The key is not the current one, and this is no repeat.
             RepeatConflictError: The request id ended another key of the session.
         """
-        return await self._advance(
-            session_id, lambda: self.next_revision(session_id, key, request_id)
-        )
-
-    async def end(self, session_id: str, request_id: str) -> None:
-        """Ends the current key and returns once that is durable.
-
-        A repeat of the call that ended the last key changes nothing. A caller that leaves does not
-        stop it.
-        """
-        # An operator's id returns no key, so it must not equal any that `revoke` is given. Those
-        # have 128 characters at most.
-        ended_by = f"operator:{hashlib.sha512(request_id.encode()).hexdigest()}"
-
-        def following() -> KeyRevision | None:
-            number, last = self._revisions.get(session_id, _FIRST)
-            is_repeat = request_id and ended_by == last
-            return None if is_repeat else KeyRevision(number + 1, ended_by)
-
-        await self._advance(session_id, following)
-
-    async def _advance(self, session_id: str, following: Callable[[], KeyRevision | None]) -> str:
-        """Stores the next revision, unless there is none, and returns the key that follows."""
 
         async def advance() -> str:
             async with self._ending:
-                revision = following()
+                revision = self.next_revision(session_id, key, request_id)
                 if revision is not None:
                     await self._journal.run(lambda tx: store_revision(tx, session_id, revision))
                     self._revisions[session_id] = revision
@@ -262,7 +244,9 @@ class SessionKeys:
 
         return await asyncio.shield(begun(self._tasks, advance()))
 
-    def next_revision(self, session_id: str, key: str, request_id: str) -> KeyRevision | None:
+    def next_revision(
+        self, session_id: str, key: str | None, request_id: str
+    ) -> KeyRevision | None:
         """Returns the revision that follows if a key is ended, or None for a repeat.
 
         Raises:
@@ -270,7 +254,14 @@ class SessionKeys:
             RepeatConflictError: The request id ended another key of the session.
         """
         number, ended_by = self._revisions.get(session_id, _FIRST)
-        is_repeat = bool(request_id) and request_id == ended_by
+        named = request_id
+        if key is None:
+            # An operator's id returns no key, so it must not equal any that comes with a key. Those
+            # have 128 characters at most.
+            named = f"operator:{hashlib.sha512(request_id.encode()).hexdigest()}"
+        is_repeat = bool(request_id) and named == ended_by
+        if key is None:
+            return None if is_repeat else KeyRevision(number + 1, named)
         if is_repeat:
             ended = self.key(session_id, number - 1)
             if hmac.compare_digest(key.encode(), ended.encode()):

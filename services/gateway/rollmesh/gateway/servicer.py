@@ -1,7 +1,7 @@
 """The services of a gateway: they validate fields, call the gateway and write the responses."""
 
 import heapq
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 
@@ -79,21 +79,19 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidFieldError(
                 "sample_index", f"is {request.sample_index}; give one below group_size"
             )
-        if request.export_mode not in gateway_pb2.ExportMode.values():
-            raise InvalidFieldError(
-                "export_mode", f"is {request.export_mode}; give one of ExportMode"
-            )
-        if request.purpose not in session_pb2.SessionPurpose.values():
-            raise InvalidFieldError("purpose", f"is {request.purpose}; give one of SessionPurpose")
+        for field, values in (
+            ("export_mode", gateway_pb2.ExportMode),
+            ("purpose", session_pb2.SessionPurpose),
+            ("sampling_policy", sampling_pb2.SamplingPolicy),
+        ):
+            if (given := getattr(request, field)) not in values.values():
+                name = values.DESCRIPTOR.name
+                raise InvalidFieldError(field, f"is {given}; give one of {name}")
         if request.model not in {"", self._info.model}:
             raise ModelMismatchError(
                 "model", f"is {request.model!r}; this gateway serves {self._info.model!r}"
             )
         _check_metadata(request.metadata)
-        if request.sampling_policy not in sampling_pb2.SamplingPolicy.values():
-            raise InvalidFieldError(
-                "sampling_policy", f"is {request.sampling_policy}; give one of SamplingPolicy"
-            )
         request.sampling_policy = request.sampling_policy or self._sampling_policy
         check_ranges(request.sampling)
         if request.sampling.HasField("max_tokens") and not request.sampling.max_tokens:
@@ -103,7 +101,17 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         for field in ("sampled_tokens", "time_ms"):
             if (given := getattr(request.budget, field)) > _MAX_BUDGET:
                 raise InvalidFieldError(f"budget.{field}", f"is {given}; give at most 2^53")
-        _check_policies(request.adapters)
+        names = {one.name for one in request.adapters}
+        if len(names) > _MAX_POLICIES or len(names) < len(request.adapters):
+            raise InvalidFieldError(
+                "adapters", f"give at most {_MAX_POLICIES} with different names"
+            )
+        for at, one in enumerate(request.adapters):
+            if one.version < 0 or (one.version and (one.pinned or not one.name)):
+                raise InvalidFieldError(
+                    f"adapters[{at}].version",
+                    "give one above 0 for an adapter with a name, without pinned",
+                )
         if len(request.columns) > len(set(request.columns) & set(KINDS.values())):
             raise InvalidFieldError("columns", "give kinds of ColumnKind, each once")
         start = None
@@ -356,7 +364,7 @@ class GatewayAdminServicer(gateway_admin_pb2_grpc.GatewayAdminServiceServicer):
             raise InvalidFieldError("request_id", f"is longer than {_MAX_ID_CHARS} characters")
         registry = self._gateway().of(request.session_id)
         registry.session(request.session_id)
-        await registry.keys.end(request.session_id, request.request_id)
+        await registry.keys.revoke(request.session_id, None, request.request_id)
         return pb.EndSessionKeyResponse()
 
     async def ListDeadLetters(
@@ -388,18 +396,6 @@ def _page_size(asked: int, default: int) -> int:
     if asked > _MAX_PAGE:
         raise InvalidFieldError("page_size", f"is {asked}; give at most {_MAX_PAGE}")
     return asked or default
-
-
-def _check_policies(policies: Sequence[sampling_pb2.AdapterChoice]) -> None:
-    names = [one.name for one in policies]
-    if len(names) > _MAX_POLICIES or len(names) != len(set(names)):
-        raise InvalidFieldError("adapters", f"give at most {_MAX_POLICIES} with different names")
-    for at, one in enumerate(policies):
-        if one.version < 0 or (one.version and (one.pinned or not one.name)):
-            raise InvalidFieldError(
-                f"adapters[{at}].version",
-                "give one above 0 for an adapter with a name, without pinned",
-            )
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:

@@ -600,7 +600,7 @@ class Tree:
         )
         if columns:
             node.columns = columns_between(columns, parent.end, parent.end + len(token_ids))
-        return self._attach(node, key)
+        return self.attach(node, key)
 
     def add_sample(
         self,
@@ -629,15 +629,17 @@ class Tree:
             end = parent.end + len(node.token_ids)
             node.columns = columns_between(sample.columns, parent.end, end)
             node.sample = replace(sample, columns=())
-        return self._attach(node, exact_key(node.messages, call_ids=self._call_ids))
+        return self.attach(node)
 
-    def attach(self, node: Node) -> Node:
-        """Attaches a node to its parent. Also used to rebuild a tree."""
-        return self._attach(node, exact_key(node.messages, call_ids=self._call_ids))
+    def attach(self, node: Node, key: bytes = b"") -> Node:
+        """Attaches a node to its parent. Also used to rebuild a tree.
 
-    def _attach(self, node: Node, key: bytes) -> Node:
-        """Attaches a node, given the key of its messages. A root is the tree's own."""
+        Args:
+            node: The node. If its parent is a root, that becomes the tree's own one.
+            key: Key of its messages, if that is known.
+        """
         assert node.parent is not None
+        key = key or exact_key(node.messages, call_ids=self._call_ids)
         if node.parent.parent is None:
             node.parent = self._registered(node.parent)
         parent, tokens = node.parent, len(node.token_ids)
