@@ -8,7 +8,7 @@ CEILINGS = {
     "services/runtime/rollmesh/runtime": (9_808, 63),
     "services/runtime/rollmesh/mesh": (4_371, 13),
     "services/gateway/rollmesh/chat": (7_957, 38),
-    "services/gateway/rollmesh/gateway": (10_474, 28),
+    "services/gateway/rollmesh/gateway": (10_469, 28),
     "services/engine/rollmesh/engine": (7_582, 31),
     "services/router/rollmesh/router": (4_553, 17),
     "services/collector/rollmesh/collector": (5_322, 13),

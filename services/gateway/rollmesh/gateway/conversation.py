@@ -229,11 +229,6 @@ class RequestImages:
             )
         self.policy.check_count(count)
 
-    def size_of(self, sha256: str) -> int:
-        """Returns the number of bytes of an image that was read, or that the session has."""
-        held = self.held.get(sha256)
-        return len(self.fresh[sha256].data) if held is None else held.size
-
 
 # The messages of a request.
 
@@ -334,8 +329,11 @@ class MessageReader:
         found = Conversation(
             groups, len(request.messages), end, digest.digest(), earlier, tuple(shown), images.fresh
         )
-        # The bytes of images are not kept.
-        if end - sum(map(images.size_of, shown)) <= _KEPT_BYTES:
+        kept = end  # without the bytes of images
+        held, fresh = images.held, images.fresh
+        for sha256 in shown:
+            kept -= held[sha256].size if sha256 in held else len(fresh[sha256].data)
+        if kept <= _KEPT_BYTES:
             others = tuple([one for one in self._known if one is not earlier])
             self._known = (replace(found, earlier=None, fresh={}), *others)[:_KEPT]
         return found, data[end:]

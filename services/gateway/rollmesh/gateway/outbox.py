@@ -43,7 +43,7 @@ from rollmesh.gateway.journal import (
 from rollmesh.gateway.session import Session, SessionSpec
 from rollmesh.gateway.tree import Node, Tree
 from rollmesh.mesh import CollectorDirectory
-from rollmesh.runtime import Backoff, clock
+from rollmesh.runtime import Backoff, Row, clock
 from rollmesh.runtime.codec import name_of, pack_ids, unpack_ids
 from rollmesh.runtime.errors import (
     InvalidFieldError,
@@ -203,20 +203,21 @@ def forget_closes(tx: Transaction, remembered: int) -> list[str]:
         tx.journal_id,
         remembered,
     )
+    if not rows:
+        return []
     delete_revisions(tx, rows)
     return [session_id for (session_id,) in rows]
 
 
-def undelivered(tx: Transaction, count: int) -> list[tuple[str, int]]:
+def undelivered(tx: Transaction, count: int) -> list[Row]:
     """Returns the oldest sessions that wait for the collector, with their approximate sizes."""
-    rows = tx.db.rows(
+    return tx.db.rows(
         "SELECT session_id, bytes FROM outbox WHERE journal = ?1 AND state = ?2"
         " ORDER BY n LIMIT ?3",
         tx.journal_id,
         State.WAITING,
         count,
     )
-    return [(session_id, size) for session_id, size in rows]
 
 
 def count_undelivered(tx: Transaction) -> int:
@@ -631,7 +632,8 @@ class Outbox:
                 self.dead.add(letter.session_id)
                 self._failed.pop(letter.session_id, None)
             self._busy.difference_update(delivered)
-            self.forgotten(forgotten)
+            if forgotten:
+                self.forgotten(forgotten)
             if letters:
                 self._busy |= {letter.session_id for letter in letters}
                 self._is_retrying |= retry is not None
@@ -673,7 +675,8 @@ class Outbox:
                 continue
             if self._is_failing or len(letters) == _CALL_SESSIONS:
                 break
-        set_aside(tx, damaged)
+        if damaged:
+            set_aside(tx, damaged)
         return letters, damaged, forgotten, more
 
     async def _hand_over(self, letters: list[Letter], *, is_retry: bool) -> None:

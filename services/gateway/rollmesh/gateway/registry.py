@@ -904,7 +904,6 @@ class ChatCall:
             IdempotencyKeyReusedError: The key belongs to the sample of another request.
             RollmeshError: An answer failed, and nothing of it was kept.
         """
-        streams: list[_ChoiceStream] = []
         try:
             turns = await self._join(choices)
         except BudgetSpentError as error:
@@ -914,21 +913,25 @@ class ChatCall:
                 for response in write_final(final, choice.choice):
                     yield response
             return
-        for turn, choice in zip(turns, choices, strict=True):
-            is_live = turn.stream and turn.outcome is None
-            streams.append(_ChoiceStream(turn, choice, turn.responses if is_live else None))
+        # What each choice's stream has, and how much of it was sent. None until the answer is
+        # complete, if it is not streamed while it is sampled.
+        given: dict[int, Sequence[gateway_pb2.StreamChatResponse] | None] = {}
+        sent: dict[int, int] = {}
+        for at, (turn, choice) in enumerate(zip(turns, choices, strict=True)):
+            given[at] = turn.responses if turn.stream and turn.outcome is None else None
+            sent[at] = 0
             yield write_begun(turn.answer_id, turn.sampling, choice.choice)
         is_prompted = False  # every choice begins with the same prompt
-        while streams:
+        while given:
             self._changed.clear()
-            for stream in list(streams):
-                turn, outcome = stream.turn, stream.turn.outcome
-                if isinstance(outcome, Node) and stream.responses is None:
-                    stream.responses = await self._replay(outcome, stream.choice)
-                responses = stream.responses or ()
-                while stream.at < len(responses):
-                    response = responses[stream.at]
-                    stream.at += 1
+            for at in list(given):
+                turn, choice, outcome = turns[at], choices[at], turns[at].outcome
+                if isinstance(outcome, Node) and given[at] is None:
+                    given[at] = await self._replay(outcome, choice)
+                responses = given[at] or ()
+                while sent[at] < len(responses):
+                    response = responses[sent[at]]
+                    sent[at] += 1
                     if response.HasField("prompt"):
                         if is_prompted:
                             continue
@@ -937,22 +940,22 @@ class ChatCall:
                 if outcome is None:
                     continue
                 if isinstance(outcome, BudgetSpentError):
-                    final = await self._final(outcome, stream.choice, turn)
-                    for response in write_final(final, stream.choice.choice):
+                    final = await self._final(outcome, choice, turn)
+                    for response in write_final(final, choice.choice):
                         yield response
-                    streams.remove(stream)
+                    del given[at]
                     continue
                 if isinstance(outcome, RollmeshError):
                     raise outcome
                 await faults.reach("gateway-before-reply")
                 turn.handed = True
                 yield gateway_pb2.StreamChatResponse(
-                    done=write_answer(turn), choice_index=stream.choice.choice
+                    done=write_answer(turn), choice_index=choice.choice
                 )
                 self._registry.sent.add(self._session, turn)
-                streams.remove(stream)
+                del given[at]
                 await faults.reach("gateway-after-reply")
-            if streams:
+            if given:
                 await self._changed.wait()
 
     def leave(self, *, sent: bool) -> None:
@@ -1017,15 +1020,3 @@ class ChatCall:
         if deltas:
             deltas[0].delta.prompt_tokens = node.sample.prompt_tokens
         return responses + deltas
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _ChoiceStream:
-    """The stream of one choice, as far as it was sent."""
-
-    turn: Turn
-    choice: TurnRequest
-    responses: Sequence[gateway_pb2.StreamChatResponse] | None
-    """None if the answer is not streamed while it is sampled, until it is complete."""
-    at: int = 0
-    """Number of responses that were sent."""

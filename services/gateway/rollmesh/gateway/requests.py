@@ -197,8 +197,11 @@ def read_choices(
     spec = session.spec
     conversation, rest = session.reader.read(request, images)
     fields = gateway_pb2.ChatRequest.FromString(bytes(rest))
-    for name in ("idempotency_key", "retry_count", "call_id", "model", "model_request_id"):
-        fields.ClearField(name)
+    fields.ClearField("idempotency_key")
+    fields.ClearField("retry_count")
+    fields.ClearField("call_id")
+    fields.ClearField("model")
+    fields.ClearField("model_request_id")
     adapter = spec.policy(request.model)
     data = fields.SerializeToString(deterministic=True)
     settings = _settings.get(
