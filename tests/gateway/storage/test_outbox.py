@@ -357,7 +357,9 @@ async def test_the_sent_record_is_that_of_the_tree_and_within_its_estimated_size
 
     async with delivering(opened, []) as (collector, outbox, database):
         await database.run(write)
-        sizes = dict(await database.run(lambda tx: outbox_module.undelivered(tx, 100)))
+        sizes: dict[str, int] = dict(
+            await database.run(lambda tx: outbox_module.undelivered(tx, 100))
+        )
         outbox.added(len(worlds))
         await collector.has(set(worlds))
         await forgotten(database)
