@@ -87,21 +87,14 @@ def main() -> int:
         return 0
     asked = arguments in (["--help"], ["-h"])
     if arguments and not asked:
-        print(f"rollmesh: there is no command {_near(arguments)}", file=sys.stderr)
-    print(_usage(), file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
-
-
-def _usage() -> str:
+        near = difflib.get_close_matches(" ".join(arguments[:2]), _COMMANDS, 1)
+        near = near or difflib.get_close_matches(arguments[0], _COMMANDS, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        print(f"rollmesh: there is no command {arguments[0]!r}{hint}", file=sys.stderr)
     forms = (f"rollmesh {form}".ljust(52) + meaning for form, meaning in _FORMS.items())
-    return "usage: " + "\n       ".join(one.rstrip() for one in forms)
-
-
-def _near(arguments: list[str]) -> str:
-    """Returns the typed command, and the nearest existing one."""
-    near = difflib.get_close_matches(" ".join(arguments[:2]), _COMMANDS, 1)
-    near = near or difflib.get_close_matches(arguments[0], _COMMANDS, 1)
-    return repr(arguments[0]) + (f"; did you mean {near[0]!r}?" if near else "")
+    usage = "usage: " + "\n       ".join(one.rstrip() for one in forms)
+    print(usage, file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
 
 
 def _run(name: str, module: str, extra: str, arguments: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import ipaddress
+import itertools
 import json
 import logging
 import os
@@ -168,56 +169,46 @@ _SAME_HOST = {"localhost": "127.0.0.1"}
 
 def check_calls(members: Sequence[Member]) -> Iterator[str]:
     """Yields which services could not call others: tokens and TLS of both sides do not fit."""
-    for caller in members:
-        for name in _CALLS.get(caller.service, ()):
-            for server in members:
-                if server.service == name:
-                    yield from _check_call(caller, server)
-
-
-def _check_call(caller: Member, server: Member) -> Iterator[str]:
-    own, asked = caller.config, server.config
-    serves_tls, calls_tls = bool(asked.tls_certificate_file), bool(own.tls_ca_file)
-    if serves_tls and not calls_tls:
-        yield (
-            f"{caller.service}.tls_ca_file: is empty, and the {server.label} serves TLS; give the "
-            "file of its CA, or certificates_dir under [mesh]"
-        )
-    if calls_tls and not serves_tls:
-        yield (
-            f"{server.service}.tls_certificate_file: is empty, and the {caller.label} calls over "
-            "TLS; give its certificate and key, or certificates_dir under [mesh]"
-        )
-    asks = serves_tls and bool(asked.tls_ca_file) and asked.tls_client_certificates
-    if asks and calls_tls and not own.tls_certificate_file:
-        yield (
-            f"{caller.service}.tls_certificate_file: is empty, and the {server.label} asks for one"
-        )
-    if asked.tokens_dir and not own.token_file and not (asks and own.tls_certificate_file):
-        yield (
-            f"{caller.service}.token_file: is empty, and the {server.label} accepts nobody without "
-            "a token; `rollmesh tokens DIR` makes one for each service"
-        )
+    for caller, server in itertools.product(members, members):
+        if server.service not in _CALLS.get(caller.service, ()):
+            continue
+        own, asked = caller.config, server.config
+        serves_tls, calls_tls = bool(asked.tls_certificate_file), bool(own.tls_ca_file)
+        if serves_tls and not calls_tls:
+            yield (
+                f"{caller.service}.tls_ca_file: is empty, and the {server.label} serves TLS; give "
+                "the file of its CA, or certificates_dir under [mesh]"
+            )
+        if calls_tls and not serves_tls:
+            yield (
+                f"{server.service}.tls_certificate_file: is empty, and the {caller.label} calls "
+                "over TLS; give its certificate and key, or certificates_dir under [mesh]"
+            )
+        asks = serves_tls and bool(asked.tls_ca_file) and asked.tls_client_certificates
+        if asks and calls_tls and not own.tls_certificate_file:
+            yield (
+                f"{caller.service}.tls_certificate_file: is empty, and the {server.label} asks for "
+                "one"
+            )
+        if asked.tokens_dir and not own.token_file and not (asks and own.tls_certificate_file):
+            yield (
+                f"{caller.service}.token_file: is empty, and the {server.label} accepts nobody "
+                "without a token; `rollmesh tokens DIR` makes one for each service"
+            )
 
 
 def check_sizes(members: Sequence[Member]) -> Iterator[str]:
     """Yields limits of gateways that are above what those accept to whom they send."""
-    for gateway in members:
-        if gateway.service != "gateway":
+    limits = {"collector": "max_session_record_bytes", "engine": "max_session_image_bytes"}
+    for gateway, other in itertools.product(members, members):
+        if gateway.service != "gateway" or (limit := limits.get(other.service)) is None:
             continue
-        for name, limit in (
-            ("collector", "max_session_record_bytes"),
-            ("engine", "max_session_image_bytes"),
-        ):
-            for other in members:
-                if other.service != name:
-                    continue
-                most, sent = other.config.max_request_bytes, getattr(gateway.config, limit)
-                if sent > most:
-                    yield (
-                        f"gateway.{limit}: is {sent}, and the {other.label} takes messages of "
-                        f"{most} bytes; lower it, or raise {name}.max_request_bytes"
-                    )
+        most, sent = other.config.max_request_bytes, getattr(gateway.config, limit)
+        if sent > most:
+            yield (
+                f"gateway.{limit}: is {sent}, and the {other.label} takes messages of {most} "
+                f"bytes; lower it, or raise {other.service}.max_request_bytes"
+            )
 
 
 # The files that settings name: whether a service could use them on this machine.
@@ -238,7 +229,13 @@ def check_files(member: Member, absent: Path | None) -> Iterator[str]:
         files = (config.tls_ca_file, config.tls_certificate_file, config.tls_key_file)
         yield from _said(service, lambda: TlsFiles(*files))
     if service == "sidecar":
-        yield from _check_https(config)
+        certificate, key = config.https_certificate_file, config.https_key_file
+        if bool(certificate) != bool(key):
+            missing = "https_key_file" if certificate else "https_certificate_file"
+            yield f"sidecar.{missing}: is empty; a certificate and its key go together"
+        elif certificate:
+            https = import_module("rollmesh.sidecar")
+            yield from _said(service, lambda: https.certificate_of(certificate, key))
     if service == "engine" and (problem := config.missing_package()):
         yield f"engine.{problem}"
     loads = service == "gateway" or (service == "engine" and config.loads_model)
@@ -249,36 +246,12 @@ def check_files(member: Member, absent: Path | None) -> Iterator[str]:
         )
     if service == "engine" and config.script and not os.access(config.script, os.R_OK):
         yield f"engine.script: {config.script} cannot be read"
-    if hasattr(config, "data_dir"):
-        yield from _check_folder(f"{service}.data_dir", config.data_dir)
-
-
-def check_private(path: Path, secrets: Sequence[str]) -> Iterator[str]:
-    """Yields that others may read a mesh file with secrets."""
-    if secrets and path.stat().st_mode & 0o077:
-        yield (
-            f"{secrets[0]}: has a password or a token, and others may read {path}; run: chmod 0600 "
-            f"{path}, or give it by the environment"
-        )
-
-
-def _check_https(config: Any) -> Iterator[str]:
-    certificate, key = config.https_certificate_file, config.https_key_file
-    if bool(certificate) != bool(key):
-        missing = "https_key_file" if certificate else "https_certificate_file"
-        yield f"sidecar.{missing}: is empty; a certificate and its key go together"
-    elif certificate:
-        https = import_module("rollmesh.sidecar")
-        yield from _said("sidecar", lambda: https.certificate_of(certificate, key))
-
-
-def _check_folder(setting: str, folder: Path) -> Iterator[str]:
-    """Yields why a service could not make files in a folder, or make the folder."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        yield f"{setting}: {there} is no folder"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield f"{setting}: {there} cannot be written by this user"
+    if (folder := getattr(config, "data_dir", None)) is not None:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            yield f"{service}.data_dir: {there} is no folder"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            yield f"{service}.data_dir: {there} cannot be written by this user"
 
 
 def _said(service: str, read: Callable[[], object]) -> Iterator[str]:
@@ -325,8 +298,25 @@ def check_mesh(
     for one in found:
         problems += _check_exposed(one, notes)
     if files:
-        problems += check_private(path, [one for member in found for one in _secrets(member, path)])
-        absent = _absent_tokens(tables, notes)
+        secrets = [
+            given.shown
+            for member in found
+            for given in member.given.values()
+            if given.source.startswith(f"{path} ") and has_secret(given.value)
+        ]
+        if secrets and path.stat().st_mode & 0o077:
+            problems.append(
+                f"{secrets[0]}: has a password or a token, and others may read {path}; run: "
+                f"chmod 0600 {path}, or give it by the environment"
+            )
+        absent = mesh_config(tables).tokens_path
+        if absent is not None and (absent / "accepted").exists():
+            absent = None
+        if absent is not None:
+            notes.append(
+                f"{absent} has no tokens yet: `rollmesh up` makes them, and so does "
+                f"`rollmesh tokens {absent}`"
+            )
         for one in found:
             problems += check_files(one, absent)
     return Checked(list(dict.fromkeys(problems)), notes)
@@ -396,55 +386,20 @@ def _check_exposed(member: Member, notes: list[str]) -> list[str]:
     return []
 
 
-def _secrets(member: Member, path: Path) -> list[str]:
-    """Returns the settings that have a secret in the file."""
-    return [
-        one.shown
-        for one in member.given.values()
-        if one.source.startswith(f"{path} ") and has_secret(one.value)
-    ]
-
-
-def _absent_tokens(tables: Tables, notes: list[str]) -> Path | None:
-    """Returns the folder of the mesh's tokens if there is none yet, and notes it."""
-    folder = mesh_config(tables).tokens_path
-    if folder is None or (folder / "accepted").exists():
-        return None
-    notes.append(
-        f"{folder} has no tokens yet: `rollmesh up` makes them, and so does "
-        f"`rollmesh tokens {folder}`"
-    )
-    return folder
-
-
 # The settings of services, and their sources.
 
 _COLUMN = 48
 
 
-def show_text(heading: str, settings: list[Setting], found: Resolved[Any]) -> Iterator[str]:
-    """Yields lines as of a mesh file, each with the source of its value."""
-    yield f"[{heading.partition(' ')[0]}]" + (f"  # {heading}" if " " in heading else "")
-    for name, (value, source) in _values(settings, found).items():
-        yield f"{name} = {_toml(value)}".ljust(_COLUMN) + f"  # {source}"
-
-
-def show_json(settings: list[Setting], found: Resolved[Any]) -> Mapping[str, Any]:
+def _values(settings: list[Setting], found: Resolved[Any]) -> dict[str, dict[str, Any]]:
     """Returns value and source of each setting."""
-    return {
-        name: {"value": value, "source": source}
-        for name, (value, source) in _values(settings, found).items()
-    }
-
-
-def _values(settings: list[Setting], found: Resolved[Any]) -> dict[str, tuple[Any, str]]:
-    values: dict[str, tuple[Any, str]] = {}
+    values: dict[str, dict[str, Any]] = {}
     for one in settings:
         # A refused value is shown as given.
         given = found.given[one.name].value if one.name in found.given else one.default
         value = given if found.config is None else getattr(found.config, one.name)
         shown = str(value) if isinstance(value, Path) else masked(value)
-        values[one.name] = (shown, found.source(one.name))
+        values[one.name] = {"value": shown, "source": found.source(one.name)}
     return values
 
 
@@ -482,20 +437,16 @@ def main() -> int:
     options, flags = parser.parse_known_args()
     if flags and (options.tool != "show" or options.service is None):
         parser.error(f"{flags[0]}: give the service whose flag it is")
-    if options.tool == "check":
-        return _check(options.file, files=not options.no_files)
-    return _show(options, flags)
-
-
-def _check(path: Path, *, files: bool) -> int:
+    if options.tool == "show":
+        return _show(options, flags)
     logging.disable(logging.WARNING)  # what services warn of at their start is a note here
-    found = check_mesh(path, installed(), os.environ, files=files)
+    found = check_mesh(options.file, installed(), os.environ, files=not options.no_files)
     for note in found.notes:
         print(f"note: {note}")
     for problem in found.problems:
         print(f"{_PROG} check: {problem}", file=sys.stderr)
     if not found.problems:
-        print(f"{path}: no problems")
+        print(f"{options.file}: no problems")
     return 2 if found.problems else 0
 
 
@@ -513,9 +464,14 @@ def _show(options: argparse.Namespace, flags: Sequence[str]) -> int:
             for heading, argv in _processes(service, options.config, flags):
                 found = resolve(classes[service], service, argv, os.environ)
                 problems += found.problems
-                shown[heading] = show_json(settings, found)
-                if options.format == "text":
-                    print("\n".join(show_text(heading, settings, found)), end="\n\n")
+                shown[heading] = _values(settings, found)
+                if options.format == "json":
+                    continue
+                # Lines as of a mesh file, each with the source of its value.
+                print(f"[{service}]" + (f"  # {heading}" if heading != service else ""))
+                for name, one in shown[heading].items():
+                    print(f"{name} = {_toml(one['value'])}".ljust(_COLUMN) + f"  # {one['source']}")
+                print()
         except ConfigError as error:
             problems.append(str(error))
             break

@@ -5,6 +5,7 @@ secrets. The sessions stay open until somebody closes them, or until they were i
 """
 
 import argparse
+import asyncio
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollmesh.client import Client, MeshAddresses, Session, Start, recorded_node, start_of_atif
+from rollmesh.client import Client, MeshAddresses, recorded_node, start_of_atif
 from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import ConfigError
 
@@ -60,7 +61,12 @@ async def _open(options: argparse.Namespace) -> None:
             node = None if options.as_text else recorded_node(document, options.step)
             start = await client.start_at(*node) if node else start_of_atif(document, options.step)
         if options.conversation:
-            _write(options.conversation, start)
+            names = ("messages", "tools", "template_options")
+            said = json.dumps({name: getattr(start, name) for name in names}, ensure_ascii=False)
+            try:
+                await asyncio.to_thread(options.conversation.write_text, said, "utf-8")
+            except OSError as error:
+                raise ConfigError(f"--conversation: {error}") from error
         name = options.request_id or uuid.uuid4().hex
         group_id = options.group or (name if options.count > 1 else "")
         requests = [
@@ -79,19 +85,16 @@ async def _open(options: argparse.Namespace) -> None:
         is_new = not options.request_id
         for index, request in enumerate(requests):
             session = await client.open_session(request, is_new=is_new)
-            print(json.dumps(_line(session, start, group_id, index)), flush=True)
-
-
-def _line(session: Session, start: Start, group_id: str, index: int) -> dict[str, Any]:
-    return {
-        "session_id": session.session_id,
-        "base_url": session.base_url,
-        "api_key": session.api_key,
-        "model": session.model,
-        "group_id": group_id,
-        "sample_index": index,
-        "context_tokens": len(start.token_ids),
-    }
+            line = {
+                "session_id": session.session_id,
+                "base_url": session.base_url,
+                "api_key": session.api_key,
+                "model": session.model,
+                "group_id": group_id,
+                "sample_index": index,
+                "context_tokens": len(start.token_ids),
+            }
+            print(json.dumps(line), flush=True)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -102,15 +105,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ConfigError("--atif: is no JSON object; give an ATIF document")
     return document
-
-
-def _write(path: Path, start: Start) -> None:
-    names = ("messages", "tools", "template_options")
-    found = {name: getattr(start, name) for name in names}
-    try:
-        path.write_text(json.dumps(found, ensure_ascii=False), "utf-8")
-    except OSError as error:
-        raise ConfigError(f"--conversation: {error}") from error
 
 
 if __name__ == "__main__":

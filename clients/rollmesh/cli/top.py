@@ -9,7 +9,7 @@ import sys
 import termios
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -100,7 +100,12 @@ _ORDERS: tuple[tuple[str, Callable[[_Open], tuple[int, str]]], ...] = (
     ("opened", lambda one: (one.opened_unix_ms, one.session_id)),
     ("group", lambda one: (one.sample_index, f"{one.run_id} {one.group_id}")),
 )
-_ENGINE_ORDERS = ("id", "running", "waiting", "version")
+_ENGINE_ORDERS: tuple[tuple[str, Callable[[router_pb2.Replica], tuple[int, int, str]]], ...] = (
+    ("id", lambda one: (one.hello.kind, 0, one.hello.replica_id)),
+    ("running", lambda one: (one.hello.kind, -one.hello.load.running, one.hello.replica_id)),
+    ("waiting", lambda one: (one.hello.kind, -one.hello.load.waiting, one.hello.replica_id)),
+    ("version", lambda one: (one.hello.kind, one.hello.load.policy_version, one.hello.replica_id)),
+)
 
 
 def sessions_of(seen: Seen, screen: Screen) -> list[_Open]:
@@ -181,10 +186,10 @@ def _mesh(seen: Seen, screen: Screen) -> Iterator[Line]:
         for one in replicas
         if screen.words in f"{one.hello.replica_id} {' '.join(states_of(one))}"
     ]
-    members.sort(key=partial(_member_key, _ENGINE_ORDERS[screen.engine_order]))
+    members.sort(key=_ENGINE_ORDERS[screen.engine_order][1])
     consumers = look.stores[0].consumers if look.stores else ()
     room = max(screen.height - 11 - len(seen.alarms[:_MOST_ALARMS]) - len(consumers), 6)
-    order = f"MEMBER by {_ENGINE_ORDERS[screen.engine_order]}"
+    order = f"MEMBER by {_ENGINE_ORDERS[screen.engine_order][0]}"
     yield Line(
         _row(screen, order, "KIND", "VERSION", "LEASES", "RUN", "WAIT", "SESS", "STATE"), "bold"
     )
@@ -274,17 +279,6 @@ def _gain(first: Observation, last: Observation, of: str, metric: str, **labels:
         now = one.total(metric, **labels) or 0
         found += now - before[one.name] if now >= before.get(one.name, now + 1) else 0
     return found
-
-
-def _member_key(order: str, one: router_pb2.Replica) -> tuple[int, int, str]:
-    load = one.hello.load
-    numbers = {
-        "id": 0,
-        "running": -load.running,
-        "waiting": -load.waiting,
-        "version": load.policy_version,
-    }
-    return one.hello.kind, numbers[order], one.hello.replica_id
 
 
 def _member(screen: Screen, one: router_pb2.Replica) -> str:
@@ -464,11 +458,15 @@ class _Top:
         """Looks at the mesh again and again. Servers have a bounded time for their answers."""
         while True:
             alarms = await self._observer.watch()
-            reports = {}
+            reports: dict[str, Mapping[str, float]] = {}
             for store in self._observer.history[-1].stores[:1]:
                 for one in store.consumers:
-                    if one.HasField("step"):
-                        reports[one.name] = await self._report(one.name)
+                    if not one.HasField("step"):
+                        continue
+                    with suppress(RollmeshError, TimeoutError):
+                        async with asyncio.timeout(_CALL_S):
+                            for step in await self._client.steps(one.name, 1):
+                                reports[one.name] = step.metrics
             self._seen = replace(
                 self._seen,
                 clock=datetime.now(UTC).strftime("%H:%M:%S UTC"),
@@ -479,14 +477,6 @@ class _Top:
             self._changed.set()
             self._opened.set()
             await asyncio.sleep(self._every_s)
-
-    async def _report(self, consumer: str) -> Mapping[str, float]:
-        try:
-            async with asyncio.timeout(_CALL_S):
-                steps = await self._client.steps(consumer, 1)
-        except (RollmeshError, TimeoutError):
-            return {}
-        return steps[-1].metrics if steps else {}
 
     async def _read(self) -> None:
         """Reads the opened session whenever it was opened or the mesh was looked at."""

@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import cache, partial
 from importlib import metadata
@@ -27,7 +27,7 @@ from rollmesh.launch import (
     view_spec,
     visible_gpus,
 )
-from rollmesh.runtime import Tables, clock, mesh_config, mesh_problems, owner_only, read_mesh
+from rollmesh.runtime import clock, mesh_config, mesh_problems, owner_only, read_mesh
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.process import stop_signals
 from rollmesh.runtime.telemetry import JsonFormatter, configure_logging, fields
@@ -125,13 +125,20 @@ class Supervisor:
         Raises:
             StartError: It ended before it was ready: a restart would end the same way.
         """
-        path = self._log_dir / f"{child.spec.name}.log"
+        name = child.spec.name
+        path = self._log_dir / f"{name}.log"
         with path.open("ab", buffering=0) as log:
-            _append(log, _first_line(child.spec.name))
+            first = logging.makeLogRecord(
+                {"name": "rollmesh.cli.up", "levelname": "INFO", "msg": _RUN_BEGINS}
+                | fields(process=name, version=metadata.version("rollmesh"))
+            )
+            _append(log, JsonFormatter("up").format(first).encode() + b"\n")
             try:
                 await child.keep(partial(_append, log), log)
             except EndedEarlyError as error:
-                raise StartError(f"{error}{_last_words(path)}; see {path}") from None
+                said = [line for line in _last_lines(path) if line.startswith("rollmesh ")]
+                why = f": {said[-1]}" if said else ""
+                raise StartError(f"{error}{why}; see {path}") from None
 
     def _announce(self) -> None:
         width = max(len(spec.name) for spec in self._specs)
@@ -172,15 +179,6 @@ def _append(log: IO[bytes], line: bytes) -> None:
         _show_once(f"logs lose lines: {Path(log.name).parent}: {error.strerror}; free space there")
 
 
-def _first_line(name: str) -> bytes:
-    """Returns the line of a log where a run begins."""
-    record = logging.makeLogRecord(
-        {"name": "rollmesh.cli.up", "levelname": "INFO", "msg": _RUN_BEGINS}
-    )
-    record.__dict__ |= fields(process=name, version=metadata.version("rollmesh"))
-    return JsonFormatter("up").format(record).encode() + b"\n"
-
-
 def _last_lines(path: Path) -> list[str]:
     """Returns the last lines of a log that belong to its last run."""
     with path.open("rb") as log:
@@ -190,28 +188,18 @@ def _last_lines(path: Path) -> list[str]:
     return lines[begins[-1] + 1 :] if begins else lines
 
 
-def _last_words(path: Path) -> str:
-    """Returns the error of a failed start from the end of a log."""
-    said = [line for line in _last_lines(path) if line.startswith("rollmesh ")]
-    return f": {said[-1]}" if said else ""
-
-
 def _progress(path: Path) -> str:
     """Returns the last line of a log with a word in it, empty before the first."""
     for line in reversed(_last_lines(path)):
-        text = " ".join(_UNPRINTED.sub("", _event(line)).split())
+        try:
+            parsed = json.loads(line)
+        except (ValueError, RecursionError):
+            parsed = None
+        event = str(parsed.get("event", "")) if isinstance(parsed, dict) else line
+        text = " ".join(_UNPRINTED.sub("", event).split())
         if re.search(r"[^\W\d_]{2}", text):
             return text[:_SHOWN_CHARACTERS]
     return ""
-
-
-def _event(line: str) -> str:
-    """Returns the event of a structured line, and other lines unchanged."""
-    try:
-        parsed = json.loads(line)
-    except (ValueError, RecursionError):
-        return line
-    return str(parsed.get("event", "")) if isinstance(parsed, dict) else line
 
 
 def free_ports() -> Generator[int]:
@@ -264,7 +252,17 @@ def main() -> int:
             if problems:
                 print(*(f"rollmesh up: {one}" for one in problems), sep="\n", file=sys.stderr)
                 return 2
-            supervisor = _planned(tables, ports.__next__, options)
+            mesh = mesh_config(tables)
+            tokens = mesh_tokens(mesh)
+            specs = plan_mesh(tables, ports.__next__, tokens, environment(os.environ))
+            if options.view is not None:
+                specs.append(view_spec(tables, specs, options.view or next(ports), tokens))
+            environments = {
+                spec.name: {**os.environ, **visible_gpus(spec, os.environ), **spec.variables}
+                for spec in specs
+            }
+            shown, logs = trainer_files(mesh, tokens), mesh.data_dir / "logs"
+            supervisor = Supervisor(specs, environments, logs, options.start_timeout, shown)
         except ConfigError as error:
             print(f"rollmesh up: {error}", file=sys.stderr)
             return 2
@@ -272,27 +270,6 @@ def main() -> int:
     if failure:
         print(f"rollmesh up: {failure}", file=sys.stderr)
     return 1 if failure else 0
-
-
-def _planned(
-    tables: Tables, free_port: Callable[[], int], options: argparse.Namespace
-) -> Supervisor:
-    """Returns the supervisor of the processes that a file describes.
-
-    Raises:
-        ConfigError: Names the setting and the problem.
-    """
-    mesh = mesh_config(tables)
-    tokens = mesh_tokens(mesh)
-    specs = plan_mesh(tables, free_port, tokens, environment(os.environ))
-    if options.view is not None:
-        specs.append(view_spec(tables, specs, options.view or free_port(), tokens))
-    environments = {
-        spec.name: {**os.environ, **visible_gpus(spec, os.environ), **spec.variables}
-        for spec in specs
-    }
-    shown = trainer_files(mesh, tokens)
-    return Supervisor(specs, environments, mesh.data_dir / "logs", options.start_timeout, shown)
 
 
 async def _supervise(supervisor: Supervisor) -> str:

@@ -198,7 +198,9 @@ class MeshRollouts:
             InvalidFieldError: The trainer's sampling parameters are refused (`sampling_of`).
         """
         sampling_of(trainer.args)
-        adapter = self._consumer if _is_adapter(trainer) else ""
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        # The base model of an adapter keeps its weights.
+        adapter = self._consumer if hasattr(model, "peft_config") else ""
         self._settings["adapters"] = [adapter] if adapter else []
         self._mesh.adapter = adapter
         deltas = WeightDeltas() if delta else None
@@ -387,7 +389,9 @@ class _Attached:
             version = await client.policy_version(mesh.model, mesh.adapter) + 1
             if not mesh.adapter:
                 named = {name: tensor.detach() for name, tensor in model.named_parameters()}
-                tensors = _as_saved(model, named)
+                # By the names of the model's checkpoints. Its own fuse experts.
+                loading: Any = importlib.import_module("transformers.core_model_loading")
+                tensors = loading.revert_weight_conversion(model, named)
                 await client.push_weights(tensors, version, model=mesh.model, delta=self._delta)
             else:
                 peft: Any = importlib.import_module("peft")  # it is there if the model is one
@@ -424,18 +428,6 @@ def _callback(attached: _Attached) -> Any:
 def _of_process(consumer: str, process: int) -> str:
     """Returns the name of a process's consumer."""
     return f"{consumer}-{process}" if process else consumer
-
-
-def _as_saved(model: Any, named: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns parameters by the names of the model's checkpoints. Its own fuse experts."""
-    loading: Any = importlib.import_module("transformers.core_model_loading")
-    tensors: Mapping[str, Any] = loading.revert_weight_conversion(model, named)
-    return tensors
-
-
-def _is_adapter(trainer: Any) -> bool:
-    """Returns whether a trainer trains an adapter, whose base model keeps its weights."""
-    return hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
 
 
 _ACCEPTED = {*sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name} - {"bad_sequences", "seed"}

@@ -147,22 +147,20 @@ class Child:
         with closing(transport):
             async for line in _lines(reader, self.spec.name):
                 write(line)
-                if line.startswith(b"READY"):
-                    self._take_ready(line.removeprefix(b"READY"))
-
-    def _take_ready(self, said: bytes) -> None:
-        try:
-            found = json.loads(said)
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict) or type(found.get("port")) is not int:
-            _log.warning(
-                "line skipped: READY without the JSON of a service",
-                extra=fields(process=self.spec.name),
-            )
-            return
-        self.said = found
-        self.ready.set()
+                if not line.startswith(b"READY"):
+                    continue
+                try:
+                    found = json.loads(line.removeprefix(b"READY"))
+                except (ValueError, RecursionError):
+                    found = None
+                if isinstance(found, dict) and type(found.get("port")) is int:
+                    self.said = found
+                    self.ready.set()
+                else:
+                    _log.warning(
+                        "line skipped: READY without the JSON of a service",
+                        extra=fields(process=self.spec.name),
+                    )
 
 
 async def _lines(reader: asyncio.StreamReader, process: str) -> AsyncIterator[bytes]:

@@ -2,8 +2,6 @@
 
 import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rollmesh.runtime import MeshConfig, make_folder
@@ -21,25 +19,18 @@ def mesh_tokens(mesh: MeshConfig) -> Path | None:
         return None
     folder = mesh.tokens_path.resolve()
     try:
-        with _alone_in(folder):
+        make_folder(folder)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # one process makes the tokens
             if not (folder / "accepted").exists():
                 make_tokens(folder)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         name = "locks_dir" if mesh.locks_dir else "data_dir"
         raise ConfigError(f"mesh.{name}: {error}") from error
     return folder
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Makes a folder and locks it, so that one process makes the tokens."""
-    make_folder(folder)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def trainer_files(mesh: MeshConfig, tokens: Path | None) -> dict[str, str]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.runtime import (
-    MeshConfig,
     MeshModel,
     Table,
     Tables,
@@ -103,16 +102,9 @@ def plan_mesh(
     address = {one.name: listening(one) for one in planned}
     routers = [address[one.name] for one in planned if one.service == "router"]
     scorer = address.get("scorer", "")
+    https = {one.name: listening(one.http) for one in planned if one.http is not None}
     return [
-        spec_of(
-            one,
-            tables,
-            address[one.name],
-            routers,
-            scorer,
-            tokens,
-            None if one.http is None else listening(one.http),
-        )
+        spec_of(one, tables, address[one.name], routers, scorer, tokens, https.get(one.name))
         for one in planned
     ]
 
@@ -209,31 +201,31 @@ def processes(tables: Tables, environment: _Environment | None = None) -> list[P
     Raises:
         ConfigError: Names the setting and the problem.
     """
-    return list(_processes(tables, mesh_config(tables), environment or {}))
+    mesh, models, environment = mesh_config(tables), mesh_models(tables), environment or {}
 
+    def copies(service: str, count: int) -> list[Process]:
+        table = {**own_table(tables, service), **environment.get(service, {})}
+        names = (f"{service}-{at}" if at else service for at in range(count))
+        return [Process(name, service, at, table) for at, name in enumerate(names)]
 
-def _processes(tables: Tables, mesh: MeshConfig, environment: _Environment) -> Iterator[Process]:
-    models = mesh_models(tables)
-
-    def table(service: str) -> Table:
-        return {**own_table(tables, service), **environment.get(service, {})}
-
-    for at in range(mesh.routers):
-        name = f"router-{at}" if at else "router"
-        yield Process(name, "router", at, table("router"))
-    yield from _of_models("engine", tables, models, environment)
-    if "scorer" in tables:
-        yield Process("scorer", "scorer", 0, table("scorer"))
-    for at in range(_collectors(mesh, table("collector"))):
-        name = f"collector-{at}" if at else "collector"
-        yield Process(name, "collector", at, table("collector"))
-    for at, one in enumerate(_of_models("gateway", tables, models, environment)):
-        serves = mesh.sidecars == 0
-        http = Process("sidecar", "sidecar", at, table("sidecar")) if serves else None
-        yield replace(one, http=http)
-    for at in range(mesh.sidecars):
-        name = f"sidecar-{at}" if at else "sidecar"
-        yield Process(name, "sidecar", at, table("sidecar"))
+    collectors = copies("collector", mesh.collectors)
+    if mesh.collectors > 1 and collectors[0].table.get("store", "sqlite") == "sqlite":
+        raise ConfigError(
+            f"mesh.collectors: is {mesh.collectors}, and collectors cannot share files; give one, "
+            'or set store = "postgresql://user@host:port/database" under [collector]'
+        )
+    gateways = list(_of_models("gateway", tables, models, environment))
+    if mesh.sidecars == 0:
+        for at, http in enumerate(copies("sidecar", len(gateways))):
+            gateways[at] = replace(gateways[at], http=replace(http, name="sidecar"))
+    return [
+        *copies("router", mesh.routers),
+        *_of_models("engine", tables, models, environment),
+        *copies("scorer", int("scorer" in tables)),
+        *collectors,
+        *gateways,
+        *copies("sidecar", mesh.sidecars),
+    ]
 
 
 def _of_models(
@@ -265,21 +257,6 @@ def _of_models(
             )
             number += 1
             first_gpu += gpus
-
-
-def _collectors(mesh: MeshConfig, table: Table) -> int:
-    """Returns the number of collectors.
-
-    Raises:
-        ConfigError: They would have a store each.
-    """
-    store = str(table.get("store", "sqlite"))
-    if mesh.collectors > 1 and store == "sqlite":
-        raise ConfigError(
-            f"mesh.collectors: is {mesh.collectors}, and collectors cannot share files; give one, "
-            'or set store = "postgresql://user@host:port/database" under [collector]'
-        )
-    return mesh.collectors
 
 
 def visible_gpus(spec: ProcessSpec, environ: Mapping[str, str]) -> dict[str, str]:

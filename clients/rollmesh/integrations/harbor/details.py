@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rollmesh.client import Client, SessionResult, Trajectory
+from rollmesh.client import Client, SessionResult
 from rollmesh.record import (
     Decode,
     decoder,
@@ -73,7 +73,8 @@ def rollout_details_of(session: SessionResult) -> list[dict[str, Any]]:
         `node_id`.
     """
     details = []
-    for trajectory in _ordered(session) if session.capture == "TOKENS" else ():
+    ordered = sorted(session.trajectories, key=lambda one: one.lineage != "MAIN")
+    for trajectory in ordered if session.capture == "TOKENS" else ():
         sampled = [one for one in trajectory.segments if one.sampled]
         turns = [ids_of(trajectory, one) for one in sampled]
         facts = [facts_of(trajectory, one) for one in sampled]
@@ -94,15 +95,13 @@ def atif_of(session: SessionResult, decode: Decode | None = None) -> dict[str, A
     Raises:
         ValueError: There is neither a decode nor a message.
     """
-    main, *others = documents_of(session, decode) or _without_text()
+    if not (documents := documents_of(session, decode)):
+        raise ValueError("the session has no messages; give decode, or record messages")
+    main, *others = documents
     for one in (main, *others):
         one.pop("continued_trajectory_ref", None)  # which names a file
     embedded = [*main.get("subagent_trajectories", ()), *others]
     return main | ({"subagent_trajectories": embedded} if embedded else {})
-
-
-def _without_text() -> list[dict[str, Any]]:
-    raise ValueError("the session has no messages; give decode, or record messages")
 
 
 async def write_stored(
@@ -174,10 +173,6 @@ def _is_ours(document: Path) -> bool:
 
 
 _EXTRA = ("policy_versions", "trained", "reasons", "node_id")
-
-
-def _ordered(session: SessionResult) -> list[Trajectory]:
-    return sorted(session.trajectories, key=lambda one: one.lineage != "MAIN")
 
 
 def _write(path: Path, document: object) -> None:

@@ -300,7 +300,10 @@ class Mesh:
     def status(self) -> list[Status]:
         """Returns the state of every service, only its name while it is being placed."""
         started = self._has_started()  # before the names, which may grow
-        asked = {name: actor.status.remote() for name, actor in self._actors().items()}
+        asked: dict[str, Any] = {}
+        for name in self._names():
+            with suppress(ValueError):  # it has ended
+                asked[name] = self._actor(name).status.remote()
         if asked:
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=_STATUS_S)
         names = sorted({*asked} if started else {*asked, *self._entries.planned})
@@ -339,19 +342,12 @@ class Mesh:
                 continue
             if not 1 <= count <= MOST_REPLICAS:
                 raise ConfigError(f"{service}s: is {count}; give 1 to {MOST_REPLICAS}")
-            first = pattern(self._entries.tables, service, model if service != "sidecar" else "")
-            running = same_kind(first, self._names())
+            tables, of_model = self._entries.tables, model if service != "sidecar" else ""
+            running = same_kind(pattern(tables, service, of_model), self._names())
             if count < len(running):
                 self._stop(running[count:], timeout_s)
-            self._start(
-                further(
-                    self._entries.tables,
-                    service,
-                    model if service != "sidecar" else "",
-                    running,
-                    max(0, count - len(running)),
-                )
-            )
+            missing = max(0, count - len(running))
+            self._start(further(tables, service, of_model, running, missing))
         return self.wait(timeout_s)
 
     def lend(
@@ -543,14 +539,6 @@ class Mesh:
 
     def _actor(self, name: str) -> Any:
         return ray.get_actor(f"{self.name}/{name}", namespace=_NAMESPACE)
-
-    def _actors(self) -> dict[str, Any]:
-        """Returns the actors of the services that have not ended, by names."""
-        found = {}
-        for name in self._names():
-            with suppress(ValueError):
-                found[name] = self._actor(name)
-        return found
 
     def _names(self) -> list[str]:
         """Returns the names of the services, in no order that means anything."""

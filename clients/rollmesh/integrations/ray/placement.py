@@ -138,7 +138,8 @@ def further(
     found: list[Place] = []
     number = 0
     while len(found) < count:
-        process = replace(first, name=_numbered(first, number), number=number)
+        name = f"{_stem(first)}-{number}" if number else first.name
+        process = replace(first, name=name, number=number)
         if process.name not in names:
             found.append(place(process, ray_config(tables)))
         number += 1
@@ -175,12 +176,6 @@ def same_kind(first: Process, names: Iterable[str]) -> list[str]:
 def _stem(first: Process) -> str:
     head, _, number = first.name.rpartition("-")
     return head if number.isdecimal() else first.name
-
-
-def _numbered(first: Process, number: int) -> str:
-    if number == 0:
-        return first.name
-    return f"{_stem(first)}-{number}"
 
 
 def _gpus(process: Process) -> float:

@@ -341,8 +341,9 @@ class AgentLoopManager:
         rollout = served(config)
         settings = Settings.from_config(config.get("rollmesh"))
         self._runners = {name: load_runner(name, path) for name, path in settings.runners.items()}
-        workers = reward_loop_worker_handles
-        score = _reward_loop(workers) if workers else None
+        score: RewardLoopScore | None = None
+        if reward_loop_worker_handles:
+            score = _verl("hooks").RewardLoop(list(reward_loop_worker_handles)).score
         temperature = float(config.actor_rollout_ref.rollout.temperature)
         _, state = _verl("checkpoints").resumed(config)
         kwargs = config.actor_rollout_ref.rollout.get("engine_kwargs") or {}
@@ -410,7 +411,10 @@ class AgentLoopManager:
     def _prompt(self, row: dict[str, Any], *, validate: bool) -> Prompt:
         config = self._config.actor_rollout_ref.rollout
         row.setdefault("agent_name", config.agent.default_agent_loop)
-        group_id = self._group_id(row, "val" if validate else "train")
+        # The group's id follows from verl's step and the prompt.
+        columns = {name: row[name] for name in sorted(row) if name != "uid"}
+        partition = "val" if validate else "train"
+        group_id = self._ids.id(partition, int(row["global_steps"]), sample=columns)
         runner = self._runners.get(row["agent_name"])
         if runner is None:
             raise InvalidFieldError(
@@ -425,14 +429,9 @@ class AgentLoopManager:
             _keeping_extra_info(runner),
             n,
             sampling_of(config, validate=validate, greedy=greedy),
-            "val" if validate else "train",
+            partition,
             group_id,
         )
-
-    def _group_id(self, row: Mapping[str, Any], partition: str) -> str:
-        """Returns the id of a prompt's group, which follows from verl's step and the prompt."""
-        columns = {name: row[name] for name in sorted(row) if name != "uid"}
-        return self._ids.id(partition, int(row["global_steps"]), sample=columns)
 
 
 def _keeping_extra_info(run: AgentRunner) -> AgentRunner:
@@ -446,10 +445,6 @@ def _keeping_extra_info(run: AgentRunner) -> AgentRunner:
         return result
 
     return runner
-
-
-def _reward_loop(workers: Any) -> RewardLoopScore:
-    return cast("RewardLoopScore", _verl("hooks").RewardLoop(list(workers)).score)
 
 
 def _verl(module: str) -> Any:

@@ -88,13 +88,26 @@ def queue_rows(
         column |= {**_vision_columns(row, processor), "extra_fields": extra}
         columns.append(column | extra if flat_extra_fields else column)
         keys.append(f"{uid}_{row.session.sample_index}_{index}")
-        tags.append(_tag(row, extra, steps))
+        prompt_len = row.trajectory.prompt_tokens
+        tags.append(
+            {
+                "status": "success",
+                "prompt_len": prompt_len,
+                "response_len": len(row) - prompt_len,
+                "seq_len": len(row),
+                "global_steps": steps,
+                "min_global_steps": extra["min_global_steps"],
+                "max_global_steps": extra["max_global_steps"],
+            }
+        )
     return QueueRows(keys, stacked(columns), tags)
 
 
 def main_last(rows: Rows) -> list[Row]:
-    """Returns the rows of a session in the queue's order: the main conversation last."""
-    return sorted(rows, key=_place)
+    """Returns the rows of a session in the queue's order: as exported, the main one last."""
+    return sorted(
+        rows, key=lambda row: (row.trajectory.lineage in {"MAIN", "COMPACTION"}, row.index)
+    )
 
 
 def prompt_uid(prompt: Mapping[str, Any]) -> str:
@@ -241,11 +254,6 @@ def _vision_columns(row: Row, processor: ImageProcessor | None) -> dict[str, Any
     return {"multi_modal_inputs": {}}
 
 
-def _place(row: Row) -> tuple[bool, int]:
-    """Sort key of a session's trajectories: main last, otherwise in export order."""
-    return row.trajectory.lineage in {"MAIN", "COMPACTION"}, row.index
-
-
 def _messages(row: Row) -> int:
     """Counts messages as verl does: each answer, and each run of user or tool messages."""
     count, outside = row.trajectory.turns, False
@@ -272,19 +280,6 @@ def _extra_fields(row: Row, reward_extra_info: Mapping[str, Any]) -> dict[str, A
         "lineage_source": row.trajectory.lineage_source,
         "reasons": list(row.trajectory.reasons),
         "numerics": sorted({span.numerics_id for span in row.trajectory.version_spans}),
-    }
-
-
-def _tag(row: Row, extra: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    prompt, tokens = row.trajectory.prompt_tokens, len(row)
-    return {
-        "status": "success",
-        "prompt_len": prompt,
-        "response_len": tokens - prompt,
-        "seq_len": tokens,
-        "global_steps": steps,
-        "min_global_steps": extra["min_global_steps"],
-        "max_global_steps": extra["max_global_steps"],
     }
 
 

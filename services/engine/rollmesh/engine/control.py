@@ -331,8 +331,17 @@ class WeightUpdates:
             if header.file_only:
                 await self._keep(header, chunks)
                 return 0
-            if self._holds(header):
+            current = self._backend.load().policy_version
+            dropped = not self._control.state.has_weights  # then the engine holds no push
+            wanted = header.policy_version, header.push_id
+            if header.push_id and not dropped and wanted == (current, self.push_id):
                 return 0
+            # Without a push id, the version must be above the current one, or be the dropped one.
+            if not header.push_id and header.policy_version < current + (not dropped):
+                raise StaleVersionError(
+                    f"policy_version {header.policy_version} is not above {current}; count up",
+                    policy_version=current,
+                )
             self._control.check_awake()  # before the bytes are received, and again after
             try:
                 paused_ms = await self._receive(header, chunks)
@@ -340,24 +349,6 @@ class WeightUpdates:
             finally:  # the version may have changed even if the caller left
                 self.changed.set()
         return paused_ms
-
-    def _holds(self, header: engine_pb2.UpdateWeightsHeader) -> bool:
-        """Returns whether the engine already holds a push. Nothing if its weights were dropped.
-
-        Raises:
-            StaleVersionError: Without a push id, the version must be above the current one, or be
-                the dropped one.
-        """
-        current = self._backend.load().policy_version
-        dropped = not self._control.state.has_weights
-        if header.push_id and not dropped:
-            return (header.policy_version, header.push_id) == (current, self.push_id)
-        if not header.push_id and header.policy_version < current + (not dropped):
-            raise StaleVersionError(
-                f"policy_version {header.policy_version} is not above {current}; count up",
-                policy_version=current,
-            )
-        return False
 
     async def _receive(
         self, header: engine_pb2.UpdateWeightsHeader, chunks: AsyncIterator[bytes]

@@ -111,9 +111,8 @@ class AttachedBackend:
                     f"attach_key_file: {config.attach_key_file} cannot be read: {error}"
                 ) from error
         self._server = Server(config.attach, key, config.attach_timeout_ms)
-        self._dialect: VllmHttp | Sglang = VllmHttp(
-            self._server, config
-        )  # until the server is known
+        # Until the server is known.
+        self._dialect: VllmHttp | Sglang = VllmHttp(self._server, config)
         self._id = secrets.token_hex(4)
         self._policy_version = 0
         self._name = ""  # of the server's weights
