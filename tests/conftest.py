@@ -82,9 +82,15 @@ def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
-    """Router, scripted engine, collector, gateway and sidecar, each a real process."""
-    async with scripted_mesh(tmp_path, tokenizer_dir) as running:
+async def mesh(
+    request: pytest.FixtureRequest, tmp_path: Path, tokenizer_dir: Path
+) -> AsyncIterator[Mesh]:
+    """Router, scripted engine, collector, gateway and sidecar, each a real process.
+
+    The module's MESH, if it has one, holds further arguments of `scripted_mesh`.
+    """
+    settings = getattr(request.module, "MESH", {})
+    async with scripted_mesh(tmp_path, tokenizer_dir, **settings) as running:
         yield running
 
 

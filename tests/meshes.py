@@ -168,9 +168,17 @@ def recorded(mesh: Mesh, session: Session) -> set[int]:
 
 async def until_free(client: Client) -> None:
     """Waits until no engine is leased."""
+    await _until_leased(client, is_wanted=False)
 
+
+async def until_sampled(client: Client) -> None:
+    """Waits until an engine is leased."""
+    await _until_leased(client, is_wanted=True)
+
+
+async def _until_leased(client: Client, *, is_wanted: bool) -> None:
     async def look() -> bool:
-        return not any(one.leases for one in (await client.replicas()).replicas)
+        return is_wanted == any(one.leases for one in (await client.replicas()).replicas)
 
     await until(look)
 

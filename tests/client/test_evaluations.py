@@ -26,17 +26,13 @@ from rollmesh.client import (
 )
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.engine.engines import CONFIG
-from tests.meshes import Mesh, scripted_mesh
+from tests.meshes import Mesh
 from tests.waiting import until
 
 WEIGHTS = {"w": np.zeros(4, np.float32)}
 
 
-@pytest.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
-    first = {"router": {"pin_ms": 3_000}}  # of a dead evaluation
-    async with scripted_mesh(tmp_path, tokenizer_dir, first=first, max_adapters=4) as mesh:
-        yield mesh
+MESH = {"first": {"router": {"pin_ms": 3_000}}, "max_adapters": 4}  # of a dead evaluation
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from rollmesh.sidecar import RelayConfig, RelayService
 from tests.faults.proxy import Proxy, proxy_to
 from tests.fleets import gateway_fleet
 from tests.locks import Locks
-from tests.meshes import Mesh, delivered, until_free, write_script
+from tests.meshes import Mesh, delivered, until_free, until_sampled, write_script
 from tests.processes import ServiceProcess
 from tests.trial_certificates import copy_certificates
 from tests.waiting import until, until_says
@@ -191,12 +191,7 @@ async def test_each_answer_is_delivered_once_when_sidecars_and_the_relay_are_kil
                 async with client.session() as session:
                     agent = mesh.agent(far_url(mesh, session), "placeholder", max_retries=8)
                     asking = asyncio.ensure_future(agent.chat.completions.create(**ASK))
-
-                    async def samples() -> bool:
-                        replicas = (await client.replicas()).replicas
-                        return any(one.leases for one in replicas)
-
-                    await until(samples)
+                    await until_sampled(client)
                     await mesh.processes[killed].kill()
                     if killed == "relay":
                         await start_relay(mesh)
@@ -251,11 +246,7 @@ async def test_a_relay_that_stops_completes_its_answers_and_its_successor_gets_t
 
             # An answer that takes longer than the grace is given to a retry.
             asking = asyncio.ensure_future(agent.chat.completions.create(**ASK, seed=1))
-
-            async def samples() -> bool:
-                return any(one.leases for one in (await client.replicas()).replicas)
-
-            await until(samples)
+            await until_sampled(client)
             assert await mesh.processes["relay"].terminate() == 0
             with pytest.raises(APIStatusError) as refusal:
                 await asking
@@ -317,11 +308,7 @@ async def test_an_answer_is_given_once_though_its_gateway_is_killed_while_its_li
         session = await fleet.session_at("gateway-1")
         agent = mesh.agent(far_url(mesh, session), "placeholder")
         asking = asyncio.ensure_future(agent.chat.completions.create(**ASK))
-
-        async def samples() -> bool:
-            return any(one.leases for one in (await fleet.client.replicas()).replicas)
-
-        await until(samples)
+        await until_sampled(fleet.client)
         with link.cut():
             await mesh.processes["gateway-1"].kill()
         answer = await asking
@@ -370,11 +357,7 @@ async def test_a_relay_is_killed_while_its_sidecar_drains_and_the_answer_is_give
         async with mesh.client() as client, client.session() as session:
             agent = mesh.agent(far_url(mesh, session), "placeholder", max_retries=20)
             asking = asyncio.ensure_future(agent.chat.completions.create(**ASK))
-
-            async def samples() -> bool:
-                return any(one.leases for one in (await client.replicas()).replicas)
-
-            await until(samples)
+            await until_sampled(client)
             async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
                 draining = tasks.create_task(mesh.processes["sidecar-0"].terminate())
                 await mesh.processes["relay"].kill()

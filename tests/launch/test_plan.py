@@ -264,16 +264,6 @@ def test_a_collector_may_score_fewer_sessions_than_its_scorer_has_workers() -> N
     assert config_of(specs["collector"]).scorer_concurrency == 1
 
 
-def test_the_mesh_table_is_for_all(tmp_path: Path) -> None:
-    specs = plan(mesh={"data_dir": str(tmp_path), "model_path": "/m", "model": "coder"})
-    found = {name: config_of(spec) for name, spec in specs.items()}
-    for name in ("router", "collector"):
-        assert found[name].data_dir == tmp_path / name
-    assert tmp_path in found["gateway-0"].data_dir.parents
-    for name in ("engine-0", "gateway-0"):
-        assert (found[name].model_path, found[name].model) == (Path("/m"), "coder")
-
-
 def test_every_engine_and_gateway_has_its_own_id() -> None:
     specs = plan(mesh={"engines": 2})
     assert [config_of(specs[name]).engine_id for name in ("engine-0", "engine-1")] == [
@@ -337,23 +327,10 @@ def test_a_file_means_the_same_to_a_service_that_is_started_by_itself(tmp_path: 
         assert {name for name in alone if alone[name] != planned[name]} <= decided
 
 
-def test_a_services_table_beats_the_mesh_table() -> None:
-    specs = plan(mesh={"model_path": "/m"}, gateway={"model_path": "/only-the-tokenizer"})
-    assert config_of(specs["gateway-0"]).model_path == Path("/only-the-tokenizer")
-    assert config_of(specs["engine-0"]).model_path == Path("/m")
-
-
 def test_others_use_the_host_of_a_services_table() -> None:
     specs = plan(router={"host": "127.0.0.9"})
     assert config_of(specs["router"]).host == "127.0.0.9"
     assert config_of(specs["engine-0"]).router.startswith("127.0.0.9:")
-
-
-def test_a_given_port_is_taken_and_counted_up_for_further_engines() -> None:
-    specs = plan(mesh={"engines": 3}, engine={"port": 7400}, router={"port": 7100})
-    assert [config_of(specs[f"engine-{at}"]).port for at in range(3)] == [7400, 7401, 7402]
-    assert config_of(specs["router"]).port == 7100
-    assert config_of(specs["sidecar"]).port >= 9000
 
 
 def test_the_time_to_stop_is_the_grace_of_the_service() -> None:

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tests.meshes import Mesh, scripted_mesh
+from tests.models import make_thinking_dir
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -19,6 +20,16 @@ async def shared(
 ) -> AsyncIterator[Mesh]:
     """A mesh whose engine follows the module's RULES. It may be restarted, but not changed."""
     async with _of_module(request, tmp_path_factory.mktemp("mesh"), tokenizer_dir) as mesh:
+        yield mesh
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def thinking(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Mesh]:
+    """The same with a model that thinks."""
+    folder = tmp_path_factory.mktemp("thinking")
+    async with _of_module(request, folder, make_thinking_dir(folder / "model", 8192)) as mesh:
         yield mesh
 
 

@@ -90,10 +90,7 @@ def brought(mesh: Mesh, session: Session) -> list[int]:
         ]
 
 
-@pytest.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
-    async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh:
-        yield mesh
+MESH = {"rules": RULES}
 
 
 @pytest.fixture

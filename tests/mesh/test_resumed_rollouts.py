@@ -4,14 +4,11 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest_asyncio
 
 from rollmesh.client import (
     Client,
@@ -26,17 +23,11 @@ from rollmesh.client import (
 from rollmesh.v1 import collector_pb2
 from tests.forks import Forked
 from tests.mesh.dying_rollout import PROMPTS, SEED, first_of, turn
-from tests.meshes import Mesh, scripted_mesh
+from tests.meshes import Mesh
 from tests.waiting import until
 
 WEIGHTS = {"w": np.zeros(1, np.float32)}
 STALE = collector_pb2.FILTER_REASON_STALE_RUN
-
-
-@pytest_asyncio.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
-    async with scripted_mesh(tmp_path, tokenizer_dir) as running:
-        yield running
 
 
 async def killed(mesh: Mesh, run_id: str = "") -> tuple[dict[str, Any], dict[str, str]]:

@@ -1,18 +1,15 @@
 """A trainer that goes back to a checkpoint, through a whole mesh of real processes."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 from rollmesh.client import Client, Session, SubscribeOptions, Subscription
 from rollmesh.runtime.errors import RunAbandonedError
 from rollmesh.v1 import collector_pb2
-from tests.meshes import Mesh, scripted_mesh
+from tests.meshes import Mesh
 
 WEIGHTS = {"w": np.zeros(1, np.float32)}
 USER = {"role": "user", "content": "Hi"}
@@ -21,10 +18,7 @@ EVERYTHING = SubscribeOptions(
 )
 
 
-@pytest_asyncio.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
-    async with scripted_mesh(tmp_path, tokenizer_dir, reply_tokens=64) as running:
-        yield running
+MESH = {"reply_tokens": 64}
 
 
 async def turn(mesh: Mesh, session: Session, messages: list[Any]) -> None:

@@ -1,21 +1,11 @@
 """Groups of several runs that have the same ids, through a whole mesh of real processes."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import pytest_asyncio
 
 from rollmesh.client import Client, Delivery, Session, Subscription, rollout
-from tests.meshes import Mesh, scripted_mesh
+from tests.meshes import Mesh
 
 PROMPTS = ["prompt-0", "prompt-1"]
-
-
-@pytest_asyncio.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
-    async with scripted_mesh(tmp_path, tokenizer_dir) as running:
-        yield running
 
 
 async def agent(prompt: str, session: Session) -> float:

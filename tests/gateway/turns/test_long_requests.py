@@ -62,25 +62,6 @@ async def test_a_short_request_is_answered_while_long_ones_are_tokenised(
                 await one
 
 
-async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised_as_a_whole(
-    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoded: list[int] = []
-    encode = Tokenizer.encode
-
-    def counted(self: Tokenizer, text: str) -> Any:
-        encoded.append(len(text))
-        return encode(self, text)
-
-    async with LiveMesh(tmp_path, tokenizer_dir, random.Random(0), faults=0) as mesh:
-        opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
-        monkeypatch.setattr(Tokenizer, "encode", counted)
-        with pytest.raises(grpc.aio.AioRpcError, match="resulted in at least"):
-            await answer(mesh, opened.session_id, "What is that? " * 1_000_000)
-        assert sum(encoded) < 1_000_000
-        assert (await answer(mesh, opened.session_id, "Hello")).completion_tokens
-
-
 LONG_TEXT = "What is that? " * 400_000
 TOOL = {"type": "function", "function": {"name": "f", "description": LONG_TEXT}}
 
@@ -99,6 +80,7 @@ def called(arguments: str, name: str = "f") -> list[chat_pb2.ChatMessage]:
 @pytest.mark.parametrize(
     ("messages", "tools"),
     [
+        pytest.param([said(LONG_TEXT)], "", id="text"),
         pytest.param(called(json.dumps({"a": LONG_TEXT})), "", id="arguments of a call"),
         pytest.param(called("{}", LONG_TEXT), "", id="name of a call"),
         pytest.param([said("Hello")], json.dumps([TOOL]), id="tools"),

@@ -3,11 +3,9 @@
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -26,7 +24,7 @@ from rollmesh.v1 import (
 from tests.collector.collectors import SESSION, create_or_update
 from tests.engine.engines import CONFIG
 from tests.mesh.protocols.test_openai import ask, user
-from tests.meshes import Mesh, delivered, scripted_mesh
+from tests.meshes import Mesh, delivered
 from tests.served import SERVED
 
 TIMEOUT_S = 120
@@ -73,10 +71,7 @@ FIRST: dict[str, Message] = {
 """What begins each stream of requests well."""
 
 
-@pytest.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
-    async with scripted_mesh(tmp_path, tokenizer_dir, max_adapters=2) as running:
-        yield running
+MESH = {"max_adapters": 2}
 
 
 async def outcome(channel: grpc.aio.Channel, method: MethodDescriptor, *requests: bytes) -> str:

@@ -1,7 +1,6 @@
 """Adapters as policies of sessions: the newest, pinned and named revisions, and several at once."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -14,7 +13,7 @@ from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.errors import AdapterUnknownError, InvalidFieldError
 from rollmesh.v1 import collector_pb2, trajectory_pb2
 from tests.engine.engines import CONFIG
-from tests.meshes import Mesh, delivered, scripted_mesh
+from tests.meshes import Mesh, delivered
 from tests.waiting import until
 
 ROOM = 5
@@ -23,10 +22,7 @@ FIRST = {"router": {"max_adapter_lag": 1}}
 MIXED = trajectory_pb2.FIDELITY_REASON_MIXED_POLICIES
 
 
-@pytest.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
-    async with scripted_mesh(tmp_path, tokenizer_dir, first=FIRST, max_adapters=ROOM) as mesh:
-        yield mesh
+MESH = {"first": FIRST, "max_adapters": ROOM}
 
 
 @pytest.fixture

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from rollmesh.chat import Tokenizer
 from rollmesh.client import Session, SessionResult
 from tests.lazily import anthropic
 from tests.meshes import Mesh, delivered, scripted_mesh, write_script
-from tests.models import make_thinking_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -49,14 +47,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}}}
 CHAT_TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "calculator", "parameters": SCHEMA}}
 ]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
-    folder = tmp_path_factory.mktemp("changed")
-    model = make_thinking_dir(folder / "model", 8192)
-    async with scripted_mesh(folder, model, RULES) as running:
-        yield running
 
 
 Parts = tuple[str, str, list[tuple[str, str]]]
@@ -97,8 +87,8 @@ def blank_lines_dropped(parts: Parts) -> Parts:
     return thought, "\n".join(line for line in lines if line), calls
 
 
-async def by_chat(mesh: Mesh, session: Session, change: Callable[[Parts], Parts]) -> None:
-    async with mesh.openai(session) as agent:
+async def by_chat(thinking: Mesh, session: Session, change: Callable[[Parts], Parts]) -> None:
+    async with thinking.openai(session) as agent:
         history: list[Any] = [{"role": "user", "content": "compute"}]
         results = ["one", "two"]
         for _ in range(5):
@@ -129,8 +119,8 @@ async def by_chat(mesh: Mesh, session: Session, change: Callable[[Parts], Parts]
             ] or [{"role": "user", "content": "more" if "thanks" in str(history) else "thanks"}]
 
 
-async def by_responses(mesh: Mesh, session: Session, change: Callable[[Parts], Parts]) -> None:
-    async with mesh.openai(session) as agent:
+async def by_responses(thinking: Mesh, session: Session, change: Callable[[Parts], Parts]) -> None:
+    async with thinking.openai(session) as agent:
         tools: Any = [{"type": "function", "name": "calculator", "parameters": SCHEMA}]
         history: list[Any] = [{"role": "user", "content": "compute"}]
         results = ["one", "two"]
@@ -155,7 +145,7 @@ async def by_responses(mesh: Mesh, session: Session, change: Callable[[Parts], P
             ] or [{"role": "user", "content": "more" if "thanks" in str(history) else "thanks"}]
 
 
-async def by_messages(mesh: Mesh, session: Session, change: Callable[[Parts], Parts]) -> None:
+async def by_messages(thinking: Mesh, session: Session, change: Callable[[Parts], Parts]) -> None:
     url = session.base_url.removesuffix("/v1")
     async with anthropic.AsyncAnthropic(base_url=url, api_key=session.api_key) as agent:
         history: list[Any] = [{"role": "user", "content": "compute"}]
@@ -188,11 +178,11 @@ async def by_messages(mesh: Mesh, session: Session, change: Callable[[Parts], Pa
 
 
 async def worked(
-    mesh: Mesh, speak: Callable[..., Any], change: Callable[[Parts], Parts]
+    thinking: Mesh, speak: Callable[..., Any], change: Callable[[Parts], Parts]
 ) -> SessionResult:
-    async with mesh.client() as client:
+    async with thinking.client() as client:
         async with client.session() as session:
-            await speak(mesh, session, change)
+            await speak(thinking, session, change)
         return await delivered(client, session)
 
 
@@ -202,13 +192,13 @@ async def worked(
     [as_sampled, text_dropped, inlined, merged, folded, blank_lines_dropped],
 )
 async def test_an_echo_continues_the_sample_over_every_protocol(
-    mesh: Mesh, speak: Callable[..., Any], change: Callable[[Parts], Parts]
+    thinking: Mesh, speak: Callable[..., Any], change: Callable[[Parts], Parts]
 ) -> None:
-    result = await worked(mesh, speak, change)
+    result = await worked(thinking, speak, change)
     (main,) = result.trajectories
     assert (main.lineage, main.turns) == ("MAIN", 5)
     sampled = [main.token_ids[s.start : s.end].tolist() for s in main.segments if s.sampled]
-    encode = Tokenizer(mesh.model).encode
+    encode = Tokenizer(thinking.model).encode
     assert sampled == [encode(f"{one}<|im_end|>").tolist() for one in (*REPLIES, "Done.")]
     assert main.loss_mask.sum() == sum(map(len, sampled))
     changed = change is not as_sampled or speak is by_chat  # a name is added there
@@ -217,20 +207,20 @@ async def test_an_echo_continues_the_sample_over_every_protocol(
 
 
 @pytest.mark.parametrize("renamed", ["with its text", "without its text"])
-async def test_ids_that_the_agent_made_up_tell_no_sample(mesh: Mesh, renamed: str) -> None:
+async def test_ids_that_the_agent_made_up_tell_no_sample(thinking: Mesh, renamed: str) -> None:
     def change(parts: Parts) -> Parts:
         thought, text, calls = parts
         own = [(f"own{at}", given) for at, (_, given) in enumerate(calls)]
         return thought, text if renamed == "with its text" or not calls else "", own
 
-    result = await worked(mesh, by_chat, change)
+    result = await worked(thinking, by_chat, change)
     turns = sorted(one.turns for one in result.trajectories)
     assert turns == ([5] if renamed == "with its text" else [1, 1, 3])
 
 
-async def test_results_of_tools_may_come_in_another_order(mesh: Mesh) -> None:
-    async with mesh.client() as client:
-        async with client.session() as session, mesh.openai(session) as agent:
+async def test_results_of_tools_may_come_in_another_order(thinking: Mesh) -> None:
+    async with thinking.client() as client:
+        async with client.session() as session, thinking.openai(session) as agent:
             asked: list[Any] = [{"role": "user", "content": "compute"}]
             answer = await agent.chat.completions.create(
                 model="policy", messages=asked, tools=CHAT_TOOLS
@@ -247,9 +237,9 @@ async def test_results_of_tools_may_come_in_another_order(mesh: Mesh) -> None:
     assert [(one.lineage, one.turns) for one in result.trajectories] == [("MAIN", 2)]
 
 
-async def test_a_title_before_the_work_and_a_final_answer_after_it(mesh: Mesh) -> None:
-    async with mesh.client() as client:
-        async with client.session() as session, mesh.openai(session) as agent:
+async def test_a_title_before_the_work_and_a_final_answer_after_it(thinking: Mesh) -> None:
+    async with thinking.client() as client:
+        async with client.session() as session, thinking.openai(session) as agent:
             create = agent.chat.completions.create
             asked: list[Any] = [
                 {"role": "system", "content": "Work."},

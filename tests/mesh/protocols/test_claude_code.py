@@ -1,15 +1,12 @@
 """How Claude Code speaks, replayed: sub-agents, a title, and a compaction of its context."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-import pytest_asyncio
 
 from tests.mesh.protocols.replays import Replay, called, check
-from tests.meshes import Mesh, delivered, scripted_mesh
+from tests.meshes import Mesh, delivered
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,15 +39,6 @@ TOOLS = [
     for name in ("Bash", "Agent")
 ]
 SUMMARY = "This session is being continued from a previous conversation. They did two tasks. Go on."
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path
-) -> AsyncIterator[Mesh]:
-    folder = tmp_path_factory.mktemp("claude-code")
-    async with scripted_mesh(folder, tokenizer_dir, RULES) as running:
-        yield running
 
 
 class ClaudeCode(Replay):
@@ -106,9 +94,9 @@ def results(answer: dict[str, Any], *texts: str, cached: bool = False) -> list[d
 
 
 async def test_sub_agents_a_title_and_a_compaction_are_told_apart_and_nothing_drifts(
-    mesh: Mesh,
+    shared: Mesh,
 ) -> None:
-    async with mesh.client() as client, httpx2.AsyncClient(timeout=60) as http:
+    async with shared.client() as client, httpx2.AsyncClient(timeout=60) as http:
         async with client.session() as session:
             claude = ClaudeCode(http, session)
             await claude.ask(
@@ -148,13 +136,13 @@ async def test_sub_agents_a_title_and_a_compaction_are_told_apart_and_nothing_dr
     )
 
 
-async def test_tools_that_a_search_finds_do_not_begin_the_conversation_anew(mesh: Mesh) -> None:
+async def test_tools_that_a_search_finds_do_not_begin_the_conversation_anew(shared: Mesh) -> None:
     search, edit = (
         {"name": name, "description": name, "input_schema": {"type": "object"}}
         for name in ("ToolSearch", "Edit")
     )
     placeholder = {**edit, "name": "DeferredToolPlaceholder", "defer_loading": True}
-    async with mesh.client() as client, httpx2.AsyncClient(timeout=60) as http:
+    async with shared.client() as client, httpx2.AsyncClient(timeout=60) as http:
         async with client.session() as session:
             claude = ClaudeCode(http, session)
             history = [user("Search.")]

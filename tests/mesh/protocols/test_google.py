@@ -8,19 +8,19 @@ from typing import Any
 
 import httpx2
 import pytest
-import pytest_asyncio
 
 from rollmesh.client import Session
 from tests.agents.trajectories import check_main, delivered
 from tests.lazily import genai
-from tests.mesh.protocols.multiplying import BROKEN, REPLIES, RULES
-from tests.meshes import Mesh, scripted_mesh
-from tests.models import make_thinking_dir
+from tests.mesh.protocols import multiplying
+from tests.mesh.protocols.multiplying import BROKEN, REPLIES
+from tests.meshes import Mesh
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession"),
 ]
+RULES = multiplying.RULES
 TOOL: dict[str, Any] = {
     "name": "calculator",
     "description": "Multiplies.",
@@ -32,15 +32,6 @@ FIELDS: dict[str, Any] = {
     "thinking_config": {"include_thoughts": True},
     "automatic_function_calling": {"disable": True},
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
-    """A mesh whose model thinks."""
-    folder = tmp_path_factory.mktemp("thinking")
-    model = make_thinking_dir(folder / "model", 8192)
-    async with scripted_mesh(folder, model, RULES) as mesh:
-        yield mesh
 
 
 @asynccontextmanager

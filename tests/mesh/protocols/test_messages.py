@@ -7,16 +7,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from rollmesh.client import Session
 from tests.agents.trajectories import check_main
 from tests.lazily import anthropic
-from tests.mesh.protocols.multiplying import BROKEN, REPLIES, RULES
-from tests.meshes import Mesh, delivered, scripted_mesh
-from tests.models import make_thinking_dir
+from tests.mesh.protocols import multiplying
+from tests.mesh.protocols.multiplying import BROKEN, REPLIES
+from tests.meshes import Mesh, delivered
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+RULES = multiplying.RULES
 TOOLS: list[Any] = [
     {
         "name": "calculator",
@@ -24,15 +24,6 @@ TOOLS: list[Any] = [
         "input_schema": {"type": "object", "properties": {"a": {"type": "number"}}},
     }
 ]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
-    """A mesh whose model thinks."""
-    folder = tmp_path_factory.mktemp("thinking")
-    model = make_thinking_dir(folder / "model", 8192)
-    async with scripted_mesh(folder, model, RULES) as mesh:
-        yield mesh
 
 
 @asynccontextmanager

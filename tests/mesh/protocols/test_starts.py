@@ -17,7 +17,6 @@ from rollmesh.client import Client, Session, SessionResult, Start
 from tests.lazily import anthropic, genai
 from tests.mesh.test_images import CAT, DOG, OWL, agent_of
 from tests.meshes import Mesh, delivered, scripted_mesh
-from tests.models import make_thinking_dir
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -31,14 +30,6 @@ RULES = [
     ("plain", "You are welcome."),
 ]
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"at": {"type": "integer"}}}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
-    folder = tmp_path_factory.mktemp("thinking")
-    model = make_thinking_dir(folder / "model", 8192)
-    async with scripted_mesh(folder, model, RULES) as mesh:
-        yield mesh
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
