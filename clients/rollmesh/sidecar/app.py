@@ -119,8 +119,8 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
     }
     routes = [
         Route(f"{prefix}{path}", endpoints[f"{method} {path}"], methods=[method])
-        for prefix in prefixes(config.path_prefix)
         for method, path in (name.split(" ") for name in ROUTES)
+        for prefix in prefixes(config.path_prefix)
     ]
 
     async def refuse(request: Request, error: Exception) -> Response:
