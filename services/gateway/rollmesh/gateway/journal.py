@@ -235,22 +235,23 @@ def insert_turn(
                 for one in images
             ],
         )
-    context = nodes[-1].render_context
-    tx.db.run(
-        "INSERT INTO contexts (journal, context_key, tools_json, options_json)"
-        " VALUES (?1, ?2, ?3, ?4) ON CONFLICT DO NOTHING",
-        tx.journal_id,
-        context.key,
-        context.tools_json,
-        context.options_json,
-    )
-    tx.db.run(
-        "INSERT INTO session_contexts (session_id, context_key, journal) VALUES (?1, ?2, ?3)"
-        " ON CONFLICT DO NOTHING",
-        session_id,
-        context.key,
-        tx.journal_id,
-    )
+    context, parent = nodes[-1].render_context, nodes[0].parent
+    if parent is not None and parent.parent is None:  # else its node has stored the context
+        tx.db.run(
+            "INSERT INTO contexts (journal, context_key, tools_json, options_json)"
+            " VALUES (?1, ?2, ?3, ?4) ON CONFLICT DO NOTHING",
+            tx.journal_id,
+            context.key,
+            context.tools_json,
+            context.options_json,
+        )
+        tx.db.run(
+            "INSERT INTO session_contexts (session_id, context_key, journal) VALUES (?1, ?2, ?3)"
+            " ON CONFLICT DO NOTHING",
+            session_id,
+            context.key,
+            tx.journal_id,
+        )
     rows: list[tuple[object, ...]] = []
     for node in nodes:
         assert node.parent is not None
