@@ -154,7 +154,6 @@ def to_json(value: Any, field: str) -> str:
 
 # Parameters
 
-_MAX_MODEL_CHARACTERS = 256
 ABSENT = "the engine is not started with what it needs"
 _REFUSED = {
     "ec_transfer_params kv_transfer_params": ABSENT,
@@ -217,16 +216,6 @@ class Parameters:
             if name not in known and value is not None:
                 named = name in self.unused or name in self.nested
                 IGNORED.labels(name if named else "other").inc()
-
-
-def read_model(body: Mapping[str, Any]) -> str:
-    """Returns the model that a request names. Empty if it names none."""
-    name = string(body.get("model"), "model", "")
-    if len(name) > _MAX_MODEL_CHARACTERS:
-        raise InvalidFieldError(
-            "model", f"has {len(name)} characters; give at most {_MAX_MODEL_CHARACTERS}"
-        )
-    return name
 
 
 # The form of an answer's text: any text, a JSON object, or JSON of a schema.
@@ -323,21 +312,17 @@ def read_sampling(body: Mapping[str, Any], limits: Sequence[str]) -> sampling_pb
     return result
 
 
-def read_stop(stop: Any, field: str = "stop") -> list[str]:
-    """Returns stop strings: a string, or a list of them. None is none."""
-    stops = read_texts([stop] if isinstance(stop, str) else stop, field, "a string or ")
-    if len(stops) > _MAX_STOPS:
-        raise InvalidFieldError(field, f"has {len(stops)} strings; give at most {_MAX_STOPS}")
-    return stops
-
-
-def read_texts(texts: Any, field: str, alternative: str = "") -> list[str]:
-    """Returns a list of non-empty strings. None is empty."""
+def read_texts(texts: Any, field: str, *, are_stops: bool = False) -> list[str]:
+    """Returns a list of non-empty strings, or stop strings, of which one needs no list."""
     if texts is None:
         return []
-    if not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
+    given = [texts] if are_stops and isinstance(texts, str) else texts
+    if not isinstance(given, list) or not all(isinstance(one, str) and one for one in given):
+        alternative = "a string or " if are_stops else ""
         raise InvalidFieldError(field, f"must be {alternative}a list of non-empty strings")
-    return texts
+    if are_stops and len(given) > _MAX_STOPS:
+        raise InvalidFieldError(field, f"has {len(given)} strings; give at most {_MAX_STOPS}")
+    return given
 
 
 def read_top_logprobs(value: Any, field: str, lacking: str) -> int:

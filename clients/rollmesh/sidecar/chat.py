@@ -122,7 +122,7 @@ def read(data: bytes, head: Head) -> "ChatTurn":
             values.get("response_format"), "response_format", "json_schema"
         ),
         sampling=body.read_sampling(values, ("max_tokens", "max_completion_tokens")),
-        stop=body.read_stop(values.get("stop")),
+        stop=body.read_texts(values.get("stop"), "stop", are_stops=True),
         template_options_json=body.read_template_options(
             values.get("chat_template_kwargs"),
             values.get("reasoning_effort"),
@@ -142,7 +142,7 @@ def read(data: bytes, head: Head) -> "ChatTurn":
     request.messages.MergeFrom(before)
     for at, one in enumerate(body.list_messages(values.get("messages"), len(before)), len(before)):
         request.messages.append(_message(one, f"messages[{at}]"))
-    model, streams = body.read_model(values), flag(values, "stream")
+    model, streams = string(values.get("model"), "model", ""), flag(values, "stream")
     tokens_as_ids = flag(values, "return_tokens_as_token_ids")
     options = members(values.get("stream_options"), "stream_options", {})
     if options and not streams:

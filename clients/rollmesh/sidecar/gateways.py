@@ -7,7 +7,7 @@ from typing import Any
 
 from rollmesh.mesh import GatewayDirectory
 from rollmesh.runtime import Backoff, clock
-from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.runtime.rpc import read_stream, request_metadata, typed_errors
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import ModelUnknownError
@@ -17,6 +17,7 @@ _CHECK_TIMEOUT_S = 5.0
 _STORED_TIMEOUT_S = 30.0
 _CHECKED_MS, _MOST_CHECKED = 60_000, 16_384
 """How long a checked key counts as checked, milliseconds, and the number of such keys."""
+_MOST_NAME_CHARS = 256
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 0.5
 
 
@@ -126,9 +127,13 @@ class Gateways:
             name: The model that the request names. May be empty.
 
         Raises:
+            InvalidFieldError: The name is too long.
             ModelUnknownError: The request names another model.
             RollmeshError: The router, or the only gateway, did not answer.
         """
+        if len(name) > _MOST_NAME_CHARS:
+            problem = f"has {len(name)} characters; give at most {_MOST_NAME_CHARS}"
+            raise InvalidFieldError("model", problem)
         own = await self._directory.model_of(session_id)
         if name in {"", own} or self._directory.has_adapter(name):
             return name or own

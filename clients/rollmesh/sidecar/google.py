@@ -3,6 +3,7 @@
 import base64
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -118,7 +119,9 @@ def read(
         tool_name=tool_name,
         json_format=_format(config),
         sampling=body.read_sampling(sampling, ("max_tokens",)),
-        stop=body.read_stop(config.get("stopSequences"), f"{_CONFIG}.stopSequences"),
+        stop=body.read_texts(
+            config.get("stopSequences"), f"{_CONFIG}.stopSequences", are_stops=True
+        ),
         template_options_json=body.read_template_options(options, effort, f"{name}.thinkingLevel"),
         choices=_integer(config, "candidateCount", 1) or 1,
     )
@@ -127,9 +130,8 @@ def read(
     most = body.read_top_logprobs(config.get("logprobs"), f"{_CONFIG}.logprobs", lacking)
     if returns:
         request.returns.logprobs, request.returns.top_logprobs = True, most
-    model = body.read_model({"model": head.model})
     shows_thoughts = flag(thinking, "includeThoughts", f"{name}.")
-    return ContentTurn(request, model, streams, head.session_key, shows_thoughts, sse)
+    return ContentTurn(request, head.model, streams, head.session_key, shows_thoughts, sse)
 
 
 def _integer(
@@ -430,52 +432,36 @@ def _answer(
     result = chat_pb2.ChatMessage(role=chat_pb2.ROLE_ASSISTANT)
     texts: list[chat_pb2.ContentPart | None] = []
     for kind, part, name in parts:
-        if answer_id := _signed_answer(part.get("thoughtSignature"), name, session_key):
+        signature = string(part.get("thoughtSignature"), f"{name}.thoughtSignature", "")
+        sealed = ""
+        with suppress(ValueError):
+            padded = signature.replace("-", "+").replace("_", "/") + "=" * (-len(signature) % 4)
+            sealed = base64.b64decode(padded).decode(errors="replace")
+        if signature and not {signature, sealed} & _FOREIGN_SIGNATURES:
+            # The thoughts themselves are compared by the session's tree, which knows them.
+            answer_id = sealed_answer(session_key, sealed, "")
+            if not answer_id:
+                raise InvalidFieldError(
+                    f"{name}.thoughtSignature",
+                    "is no signature of this session; send it as it came, leave it out, or send "
+                    "skip_thought_signature_validator",
+                )
             result.answer_id = result.answer_id or answer_id
         if kind == "functionCall":
-            result.tool_calls.append(_call(part[kind], f"{name}.{kind}"))
+            where = f"{name}.{kind}"
+            given = _members(part[kind], where)
+            PARAMETERS.ignore(given, ("id", "name", "args"))
+            result.tool_calls.add(
+                id=string(given.get("id"), f"{where}.id", ""),
+                name=string(given.get("name"), f"{where}.name"),
+                arguments_json=body.read_arguments(given.get("args"), f"{where}.args"),
+            )
         elif not flag(part, "thought", f"{name}."):
             texts.append(_text(part, name))
         elif thought := string(part.get("text"), f"{name}.text", ""):
             result.reasoning_content += thought
     result.content.extend(body.joined(texts))
     return result
-
-
-def _call(call: Any, field: str) -> chat_pb2.ToolCall:
-    given = _members(call, field)
-    PARAMETERS.ignore(given, ("id", "name", "args"))
-    return chat_pb2.ToolCall(
-        id=string(given.get("id"), f"{field}.id", ""),
-        name=string(given.get("name"), f"{field}.name"),
-        arguments_json=body.read_arguments(given.get("args"), f"{field}.args"),
-    )
-
-
-def _signed_answer(given: Any, field: str, session_key: str) -> str:
-    """Returns the id of the answer that a signature names. Empty without a signature.
-
-    The thoughts themselves are compared by the session's tree, which knows them.
-
-    Raises:
-        InvalidFieldError: It is no signature of this session.
-    """
-    field = f"{field}.thoughtSignature"
-    text = string(given, field, "")
-    try:
-        data = base64.b64decode(text.replace("-", "+").replace("_", "/") + "=" * (-len(text) % 4))
-    except ValueError:
-        data = b""
-    sealed = data.decode(errors="replace")
-    if not text or text in _FOREIGN_SIGNATURES or sealed in _FOREIGN_SIGNATURES:
-        return ""
-    if answer_id := sealed_answer(session_key, sealed, ""):
-        return answer_id
-    raise InvalidFieldError(
-        field,
-        "is no signature of this session; send it as it came, leave it out, or send "
-        "skip_thought_signature_validator",
-    )
 
 
 # Answers

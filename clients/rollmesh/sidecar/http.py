@@ -251,8 +251,9 @@ class BoundedProtocol(HttpToolsProtocol):
         length = dict(self.headers).get(b"content-length")
         if length is not None and int(length) > self._bounds.max_body_bytes:
             self._stop(self._too_much_body())
-        waiting = self._bounds.max_pipelined_requests
-        if self._answering() and len(self.pipeline) >= waiting:
+        waiting, running = self._bounds.max_pipelined_requests, self._running
+        is_answering = running is not None and not running.response_complete
+        if is_answering and len(self.pipeline) >= waiting:
             self._stop(
                 PipelineTooLongError(
                     f"more than {waiting} requests wait on this connection; wait for answers "
@@ -340,10 +341,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
         self._set_deadline()
 
-    def _answering(self) -> bool:
-        """Returns whether a request still has to be answered."""
-        return self._running is not None and not self._running.response_complete
-
     def _too_much_head(self) -> RollmeshError:
         most = self._bounds.max_header_bytes
         return HeadersTooLargeError(f"the headers have more than {most} bytes in total")
@@ -353,17 +350,19 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _set_deadline(self) -> None:
         """Sets the deadline for the next input of the client."""
-        now, bounds = self.loop.time(), self._bounds
+        now, bounds, running = self.loop.time(), self._bounds, self._running
         if self._refusal is not None or self.transport.is_closing():
             return
-        if self._in_body and self._receiving is self._running:
+        if self._in_body and self._receiving is running:
             silence_s = bounds.body_idle_timeout_ms / 1000
             sent_s = silence_s + self._body_bytes / bounds.min_body_bytes_per_s
             whole_s = min(sent_s, bounds.body_timeout_ms / 1000)
             self._deadline = min(now + silence_s, self._begun + whole_s)
         elif self._in_head:
             self._deadline = self._begun + bounds.head_timeout_ms / 1000
-        elif self._answering() or self.timeout_keep_alive_task is not None:
+        elif self.timeout_keep_alive_task is not None or (
+            running is not None and not running.response_complete
+        ):
             self._deadline = math.inf
         else:  # no request has begun, and uvicorn's own timer does not run
             self._deadline = now + bounds.head_timeout_ms / 1000
@@ -404,7 +403,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if receiving is not None and receiving.response_complete:
             self._hang_up()  # the request was answered before it was received in full
             return
-        if running is not None and self._answering():
+        if running is not None and not running.response_complete:
             if receiving is not running or not self._in_body:
                 running.keep_alive = False  # a later request is refused
                 self.flow.resume_reading()

@@ -60,7 +60,18 @@ def read(data: bytes, head: Head, *, counts: bool = False) -> "MessageTurn":
                 "is not served: nothing of a conversation is cut here; send less of it, or give "
                 "clear_thinking with keep: all",
             )
-    choice, tool_name, parallel = _tool_choice(values.get("tool_choice"))
+    choice, tool_name, parallel = values.get("tool_choice"), "", None
+    tool_choice = gateway_pb2.TOOL_CHOICE_UNSPECIFIED
+    if choice is not None:
+        kind = choice.get("type") if isinstance(choice, dict) else None
+        if not isinstance(kind, str) or kind not in _CHOICES:
+            raise InvalidFieldError(
+                "tool_choice.type", f"is {excerpt(kind)}; give one of {', '.join(_CHOICES)}"
+            )
+        tool_choice = _CHOICES[kind]
+        tool_name = string(choice.get("name"), "tool_choice.name") if kind == "tool" else ""
+        one_call = flag(choice, "disable_parallel_tool_use", "tool_choice.")
+        parallel = False if one_call else None
     system = values.get("system")
     tools = _Tools(values.get("tools"))
     messages = _system(system, "system", {})
@@ -95,20 +106,20 @@ def read(data: bytes, head: Head, *, counts: bool = False) -> "MessageTurn":
         deferred_tools_json=(
             body.to_json(list(tools.deferred.values()), "tools") if tools.deferred else ""
         ),
-        tool_choice=choice,
+        tool_choice=tool_choice,
         tool_name=tool_name,
         parallel_tool_calls=parallel,
         json_format=json_format,
         sampling=body.read_sampling(
             {name: values.get(name) for name in _SAMPLING}, ("max_tokens",)
         ),
-        stop=body.read_stop(values.get("stop_sequences"), "stop_sequences"),
+        stop=body.read_texts(values.get("stop_sequences"), "stop_sequences", are_stops=True),
         template_options_json=body.read_template_options(options, effort, "output_config.effort"),
         choices=1,
         lineage=_lineage(system, values["messages"][-1].get("content")),
         max_tokens_must_fit=True,
     )
-    model = body.read_model(values)
+    model = string(values.get("model"), "model", "")
     return MessageTurn(request, model, streams, head.session_key, shows_thinking)
 
 
@@ -190,20 +201,6 @@ _CHOICES = {
     "none": gateway_pb2.TOOL_CHOICE_NONE,
     "tool": gateway_pb2.TOOL_CHOICE_NAMED,
 }
-
-
-def _tool_choice(choice: Any) -> tuple[gateway_pb2.ToolChoice.ValueType, str, bool | None]:
-    """Returns `tool_choice`, the tool's name if it has one, and whether calls are parallel."""
-    if choice is None:
-        return gateway_pb2.TOOL_CHOICE_UNSPECIFIED, "", None
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if not isinstance(kind, str) or kind not in _CHOICES:
-        raise InvalidFieldError(
-            "tool_choice.type", f"is {excerpt(kind)}; give one of {', '.join(_CHOICES)}"
-        )
-    name = string(choice.get("name"), "tool_choice.name") if kind == "tool" else ""
-    one_call = flag(choice, "disable_parallel_tool_use", "tool_choice.")
-    return _CHOICES[kind], name, False if one_call else None
 
 
 def _tool(tool: Any, field: str) -> dict[str, Any]:
@@ -387,20 +384,16 @@ def _assistant(content: Any, field: str, session_key: str) -> chat_pb2.ChatMessa
                 if thinking:
                     result.reasoning_content += thinking
             case "tool_use":
-                result.tool_calls.append(_call(block, name))
+                PARAMETERS.ignore(block, ("type", "id", "name", "input"))
+                result.tool_calls.add(
+                    id=string(block.get("id"), f"{name}.id"),
+                    name=string(block.get("name"), f"{name}.name"),
+                    arguments_json=body.read_arguments(block.get("input"), f"{name}.input"),
+                )
             case _:  # opaque text of another server's model
                 PARAMETERS.ignore({"redacted_thinking": True})
     result.content.extend(body.joined(texts))
     return result
-
-
-def _call(block: dict[str, Any], field: str) -> chat_pb2.ToolCall:
-    PARAMETERS.ignore(block, ("type", "id", "name", "input"))
-    return chat_pb2.ToolCall(
-        id=string(block.get("id"), f"{field}.id"),
-        name=string(block.get("name"), f"{field}.name"),
-        arguments_json=body.read_arguments(block.get("input"), f"{field}.input"),
-    )
 
 
 # Answers

@@ -9,7 +9,7 @@ import asyncio
 import json
 import sys
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -244,20 +244,15 @@ class _Answer:
         self.messages: list[Message] = []
         self.is_complete = False
         self._headers: list[tuple[bytes, bytes]] = []
-        self._parser = httptools.HttpResponseParser(self)
+        self.parser = httptools.HttpResponseParser(self)
         self._is_head = method == "HEAD"
-
-    def take(self, data: bytes) -> Iterator[Message]:
-        self._parser.feed_data(data)
-        messages, self.messages = self.messages, []
-        yield from messages
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() not in _HOP | _OWN:
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        status, headers = self._parser.get_status_code(), self._headers
+        status, headers = self.parser.get_status_code(), self._headers
         self.messages.append({"type": "http.response.start", "status": status, "headers": headers})
         if self._is_head:  # its length has no body
             self.on_message_complete()
@@ -310,8 +305,10 @@ async def _forward(connection: Connection, scope: Scope, receive: Receive, send:
                     "the sidecar went away before its answer was complete; try again",
                     retry_delay_ms=_RETRY_MS,
                 )
-            for message in answer.take(data):
+            answer.parser.feed_data(data)
+            for message in answer.messages:
                 await send(message)
+            answer.messages.clear()
 
     async with asyncio.TaskGroup() as group:
         replying, asking = group.create_task(reply()), group.create_task(ask())

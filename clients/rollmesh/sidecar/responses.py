@@ -115,7 +115,7 @@ def read(data: bytes, head: Head, *, counts: bool = False) -> "ResponseTurn":
             members(values.get("text"), "text", {}).get("format"), "text.format"
         ),
         sampling=body.read_sampling(values, ("max_output_tokens",)),
-        stop=body.read_stop(values.get("stop")),
+        stop=body.read_texts(values.get("stop"), "stop", are_stops=True),
         template_options_json=body.read_template_options(
             values.get("chat_template_kwargs"),
             members(values.get("reasoning"), "reasoning", {}).get("effort"),
@@ -125,7 +125,7 @@ def read(data: bytes, head: Head, *, counts: bool = False) -> "ResponseTurn":
         show_special_tokens=not flag(values, "skip_special_tokens", default=True),
         choices=1,
     )
-    model = body.read_model(values)
+    model = string(values.get("model"), "model", "")
     if instructions:
         request.messages.add(role=chat_pb2.ROLE_SYSTEM, content=body.text_parts(instructions))
     request.messages.extend(items.messages)
