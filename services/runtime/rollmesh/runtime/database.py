@@ -71,9 +71,12 @@ class Jobs(Generic[_Door]):
             ) from None
         return future
 
-    def close(self) -> None:
-        """Refuses jobs, and ends the thread after those that wait. May wait for a place."""
+    def refuse(self) -> None:
+        """Refuses jobs from now on."""
         self._closing = True
+
+    def end(self) -> None:
+        """Ends the thread after the waiting jobs. May wait for a place in the queue."""
         self._queue.put(None)
 
     def next_batch(self, timeout_s: float | None = None) -> list[Job[_Door]] | None:
@@ -180,7 +183,8 @@ class Database(AbstractAsyncContextManager["Database"]):
         traceback: TracebackType | None,
     ) -> None:
         """Runs the waiting jobs and closes the file."""
-        await asyncio.to_thread(self._jobs.close)
+        self._jobs.refuse()  # here, so that no job is added behind the end
+        await asyncio.to_thread(self._jobs.end)
         await asyncio.to_thread(self._thread.join)
 
     async def lost(self) -> str:

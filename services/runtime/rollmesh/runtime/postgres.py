@@ -342,7 +342,8 @@ class Lane(AbstractAsyncContextManager["Lane"]):
         traceback: TracebackType | None,
     ) -> None:
         """Runs the waiting jobs and closes the connection. A cancelled start awaits no server."""
-        await asyncio.to_thread(self._jobs.close)
+        self._jobs.refuse()
+        await asyncio.to_thread(self._jobs.end)
         patience_s = self._patience_s
         if isinstance(exc, asyncio.CancelledError):
             self._connection.abandoned = True
