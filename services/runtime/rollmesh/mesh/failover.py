@@ -314,7 +314,7 @@ class Failover:
             AdapterUnknownError: The router does not retain the adapter, or engines do not have it.
             RollmeshError: No engine can be leased, or one refused the request.
         """
-        wanted = sampling_pb2.AdapterRef()  # version 0: the newest, at the engine of the first token
+        wanted = sampling_pb2.AdapterRef()  # version 0: the newest at the first engine
         wanted.CopyFrom(order.generation.request.adapter)
         lost: list[str] = []  # engines, since the last token that is kept
         backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
