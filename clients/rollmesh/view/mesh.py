@@ -126,7 +126,7 @@ class Mesh:
                 return (await self.stored(record.session_id)).session
         return record
 
-    # What its pages show.
+    # The values of its pages.
 
     async def mesh(self) -> dict[str, Any]:
         """Returns members, weights, consumers with their steps, and the state of the reading."""

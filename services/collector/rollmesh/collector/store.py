@@ -1447,7 +1447,7 @@ def remove(tx: Transaction, keys: Sequence[str], now_ms: int) -> int:
     return len(rows)
 
 
-# What is stored, as it is listed and read.
+# The stored rows, as they are listed and read.
 
 
 def filtered(
