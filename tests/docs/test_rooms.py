@@ -5,9 +5,9 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_813, 63),
+    "services/runtime/rollmesh/runtime": (9_742, 63),
     "services/runtime/rollmesh/mesh": (4_369, 13),
-    "services/gateway/rollmesh/chat": (7_957, 38),
+    "services/gateway/rollmesh/chat": (7_589, 38),
     "services/gateway/rollmesh/gateway": (10_470, 28),
     "services/engine/rollmesh/engine": (7_572, 31),
     "services/router/rollmesh/router": (4_553, 17),

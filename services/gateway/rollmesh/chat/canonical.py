@@ -82,7 +82,6 @@ class ChangedEcho:
     """
 
     def __init__(self, echo: Message) -> None:
-        """Takes the echo."""
         self._content = _even(echo.content)
         self._unfolded = _unfolded(self._content)
         self._pictured = bool(echo.images)

@@ -7,7 +7,7 @@ importing it imports torch. Reasoning is not constrained: the constraint begins 
 
 import json
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from rollmesh.chat.parsing.formats import (
     named_functions,
     tool_schemas,
 )
+from rollmesh.chat.parsing.schemas import Schemas
 from rollmesh.chat.tokenizer import ModelTokenizer
 
 _MOST_WHITESPACE = 32  # characters in a row. Without a limit some models never stop writing them
@@ -162,36 +163,56 @@ def constraint_of(
     """
     forms: list[_Format] = []
     strict = wanted.strict
-    has_functions = bool(context.tools_json and tool_schemas(context.tools_json))
-    callable_ = has_functions and wanted.calls is not Calls.NONE
-    if callable_ and wanted.one_call and format_.tools not in {*_SYNTAXES, "none"}:
+    tools, channels_ = format_.tools, format_.in_channels
+    schemas = tool_schemas(context.tools_json) if context.tools_json else {}
+    callable_ = bool(schemas) and wanted.calls is not Calls.NONE
+    required = wanted.calls in {Calls.REQUIRED, Calls.NAMED}
+    if callable_ and wanted.one_call and tools not in {*_SYNTAXES, "none"}:
         raise InvalidInputError("parallel_tool_calls", _not_served(format_))
-    if wanted.calls in {Calls.REQUIRED, Calls.NAMED} or (
-        callable_ and wanted.json_schema is not None
-    ):
-        schemas = _wanted_schemas(wanted, context)
-        strict |= _any_strict(context, schemas)
-        one = wanted.one_call or format_.one_call or wanted.calls is Calls.NAMED
-        forms += _calls(_syntax(format_), schemas, one=one)
-    if wanted.json_schema is not None and wanted.calls not in {Calls.REQUIRED, Calls.NAMED}:
-        forms.append(_json(wanted.json_schema, format_, beside_calls=callable_))
+    if required or (callable_ and wanted.json_schema is not None):
+        if not schemas:
+            raise InvalidInputError(
+                "tools_json", "has no function with a name, so no call can be required; send one"
+            )
+        if wanted.calls is Calls.NAMED:
+            schemas = {wanted.tool_name: schemas[wanted.tool_name]}
+        for name in schemas:
+            if not _NAME.fullmatch(name):
+                raise InvalidInputError(
+                    "tools_json",
+                    f"{name!r} cannot be required; name it with letters, digits and _ - . : / only",
+                )
+        functions = named_functions(context.tools_json)
+        strict |= any(one.get("strict") is True for name, one in functions if name in schemas)
+        has_args = tools == "mistral" and format_.has_args_delimiter
+        syntax = _SYNTAXES.get("mistral_args" if has_args else tools)
+        if syntax is None:
+            raise InvalidInputError("tool_choice", _not_served(format_))
+        one_call = wanted.one_call or format_.one_call or wanted.calls is Calls.NAMED
+        forms.append(_calls(syntax, schemas, one=one_call or not syntax.many))
+    if wanted.json_schema is not None and not required:
+        value = json.loads(wanted.json_schema) if wanted.json_schema else {"type": "object"}
+        if channels_:
+            forms.append(_sequence(_text(_SAID[channels_]), _schema(value, CHANNELS[channels_])))
+        else:
+            calls = FORMATS.get(tools) if callable_ else None
+            forms.append(_schema(value, () if calls is None else calls.opens))
     if not forms:
         return None
-    reasoning = _reasoning(format_, inside=inside_reasoning)
-    tag = {"type": "structural_tag", "format": _sequence(*reasoning, _one_of(forms))}
-    text = write_json(tag)
-    return Constraint(text, strict)
-
-
-def _syntax(format_: AnswerFormat) -> _Syntax:
-    name = (
-        "mistral_args"
-        if format_.tools == "mistral" and format_.has_args_delimiter
-        else format_.tools
-    )
-    if name not in _SYNTAXES:
-        raise InvalidInputError("tool_choice", _not_served(format_))
-    return _SYNTAXES[name]
+    # The part before the answer is free text up to the delimiter that ends the reasoning.
+    thought: _Format | None = None
+    if channels_:
+        begin, end, after = _CHANNELED[channels_]
+        others = [delimiter for delimiter in CHANNELS[channels_] if delimiter != end]
+        thought = _sequence(_free("" if inside_reasoning else begin, end, others), _text(after))
+    elif format_.reasoning:
+        begin, end = format_.reasoning_tags
+        free = _free("" if inside_reasoning else begin, end)
+        thought = _sequence(free, {"type": "regex", "pattern": "\n*"})
+    if thought is not None and not inside_reasoning:
+        thought = {"type": "optional", "content": thought}
+    answer = _sequence(*([] if thought is None else [thought]), _one_of(forms))
+    return Constraint(write_json({"type": "structural_tag", "format": answer}), strict)
 
 
 def _not_served(format_: AnswerFormat) -> str:
@@ -199,68 +220,17 @@ def _not_served(format_: AnswerFormat) -> str:
     return f"is not supported with tool_parser {format_.tools}; use one of: {known}"
 
 
-def _wanted_schemas(wanted: Wanted, context: RenderContext) -> Mapping[str, Mapping[str, Any]]:
-    schemas = tool_schemas(context.tools_json)
-    if not schemas:
-        raise InvalidInputError(
-            "tools_json", "has no function with a name, so no call can be required; send one"
-        )
-    if wanted.calls is Calls.NAMED:
-        schemas = {wanted.tool_name: schemas[wanted.tool_name]}
-    for name in schemas:
-        if not _NAME.fullmatch(name):
-            raise InvalidInputError(
-                "tools_json",
-                f"{name!r} cannot be required; name it with letters, digits and _ - . : / only",
-            )
-    return schemas
-
-
-def _any_strict(context: RenderContext, schemas: Container[str]) -> bool:
-    functions = named_functions(context.tools_json)
-    return any(one.get("strict") is True for name, one in functions if name in schemas)
-
-
-def _calls(
-    syntax: _Syntax, schemas: Mapping[str, Mapping[str, Any]], *, one: bool
-) -> list[_Format]:
-    call = _one_of([_call(syntax, name, schema) for name, schema in schemas.items()])
-    before, after = syntax.around
-    more = {"type": "star", "content": _sequence(_text(syntax.between), call)}
-    several = [] if one or not syntax.many else [more]
-    return [_sequence(_text(before), call, *several, _text(after))]
-
-
-def _call(syntax: _Syntax, name: str, schema: Mapping[str, Any]) -> _Format:
+def _calls(syntax: _Syntax, schemas: Schemas, *, one: bool) -> _Format:
+    calls: list[_Format] = []
     pattern, after = syntax.id
     id_ = [{"type": "regex", "pattern": pattern}, _text(after)] if pattern else []
-    arguments = _schema({**schema, "type": "object"}, syntax.excluded) | {"style": syntax.style}
-    return _sequence(_text(syntax.begin.replace("NAME", name)), *id_, arguments, _text(syntax.end))
-
-
-def _json(schema: bytes, format_: AnswerFormat, *, beside_calls: bool) -> _Format:
-    value = json.loads(schema) if schema else {"type": "object"}
-    if format_.in_channels:
-        return _sequence(
-            _text(_SAID[format_.in_channels]), _schema(value, CHANNELS[format_.in_channels])
-        )
-    calls = FORMATS.get(format_.tools) if beside_calls else None
-    return _schema(value, () if calls is None else calls.opens)
-
-
-def _reasoning(format_: AnswerFormat, *, inside: bool) -> list[_Format]:
-    """Returns the part before the answer: free text up to the delimiter that ends it."""
-    if format_.in_channels:
-        begin, end, after = _CHANNELED[format_.in_channels]
-        others = [delimiter for delimiter in CHANNELS[format_.in_channels] if delimiter != end]
-        thought = _sequence(_free("" if inside else begin, end, others), _text(after))
-        return [thought if inside else {"type": "optional", "content": thought}]
-    if not format_.reasoning:
-        return []
-    opening, closing = format_.reasoning_tags
-    free = _free("" if inside else opening, closing)
-    thought = _sequence(free, {"type": "regex", "pattern": "\n*"})
-    return [thought if inside else {"type": "optional", "content": thought}]
+    for name, schema in schemas.items():
+        begin = _text(syntax.begin.replace("NAME", name))
+        arguments = _schema({**schema, "type": "object"}, syntax.excluded)
+        calls.append(_sequence(begin, *id_, arguments | {"style": syntax.style}, _text(syntax.end)))
+    call, (before, behind) = _one_of(calls), syntax.around
+    more = {"type": "star", "content": _sequence(_text(syntax.between), call)}
+    return _sequence(_text(before), call, *([] if one else [more]), _text(behind))
 
 
 def _free(begin: str, end: str, excluded: Iterable[str] = ()) -> _Format:

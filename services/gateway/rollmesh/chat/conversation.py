@@ -25,7 +25,6 @@ from rollmesh.chat.messages import (
     InvalidInputError,
     Message,
     MessageGroup,
-    RenderContext,
     group_messages,
     images_of,
     new_call_id,
@@ -194,18 +193,27 @@ class Conversation:
                 "messages", "is empty; give the messages that follow the last answer"
             )
         start, groups = len(self._held), [*(one.messages for one in self._held), *fresh]
+        continuation, format_ = self._model.continuation, self._model.format
         try:
-            added, opening = self._added(groups, start)
-            tag = self._model.format.opening
-            inside = bool(tag) and self._model.continuation.opens_reasoning(
-                groups, self._context, tag
-            )
+            shown, context, _ = self._special_text.apply(groups, start, self._context)
+            added = continuation.token_ids(shown, start, context)
+            if self._held:
+                added[0] = continuation.after(self._held[-1], added[0])
+            opening, tag = continuation.generation_prompt(groups, self._context), format_.opening
+            inside = bool(tag) and continuation.opens_reasoning(groups, self._context, tag)
         except (*_REFUSALS, PlacementError, ImageRefusedError) as error:
             raise InvalidInputError("messages", f"the chat template: {error}") from error
         held = [_HeldGroup(*one) for one in zip(fresh, added, strict=True)]
-        self._turn = _Turn(
-            held, opening, _new_answer(self._model, self._context, inside=inside), []
+        parser = format_.parser(self._context, inside_reasoning=inside)
+        answer = Answer(
+            IncrementalDecoder(self._model.tokenizer, format_.delimiters),
+            (),
+            parser=parser,
+            reasoning=format_.splitter(parser, inside=inside),
+            new_call_id=new_call_id,
+            one_call=format_.one_call,
         )
+        self._turn = _Turn(held, opening, answer, [])
         return _joined((self.token_ids, *added, opening))
 
     def feed(self, token_ids: Sequence[int]) -> list[ParserEvent]:
@@ -244,15 +252,6 @@ class Conversation:
             raise RuntimeError("call prompt first")
         return self._turn
 
-    def _added(self, groups: list[MessageGroup], start: int) -> tuple[list[TokenIds], TokenIds]:
-        """Returns the ids of each of `groups[start:]`, and of the generation prompt after them."""
-        continuation = self._model.continuation
-        shown, context, _ = self._special_text.apply(groups, start, self._context)
-        added = continuation.token_ids(shown, start, context)
-        if self._held:
-            added[0] = continuation.after(self._held[-1], added[0])
-        return added, continuation.generation_prompt(groups, self._context)
-
 
 @dataclass(slots=True)
 class _HeldGroup:
@@ -273,19 +272,6 @@ class _Turn:
     """The generation prompt."""
     answer: Answer
     sampled: list[int]
-
-
-def _new_answer(model: ChatModel, context: RenderContext, *, inside: bool) -> Answer:
-    format_ = model.format
-    parser = format_.parser(context, inside_reasoning=inside)
-    return Answer(
-        IncrementalDecoder(model.tokenizer, format_.delimiters),
-        (),
-        parser=parser,
-        reasoning=format_.splitter(parser, inside=inside),
-        new_call_id=new_call_id,
-        one_call=format_.one_call,
-    )
 
 
 def _joined(parts: Iterable[TokenIds]) -> TokenIds:

@@ -126,8 +126,22 @@ def load_rule(model_path: Path) -> ImageRule | None:
         return None  # only text is served without a processor
     try:
         if model_type in _GRID_TYPES:
-            return _grid_rule(int(printed), reserved, processor)
-        return _constant_rule(int(printed), reserved, processor, combined)
+            size = processor.get("size") or {}
+            least, most = processor.get("min_pixels"), processor.get("max_pixels")
+            return GridRule(
+                int(printed),
+                reserved,
+                int(processor.get("patch_size", 14)) * int(processor.get("merge_size", 2)),
+                int(size.get("shortest_edge", _MIN_PIXELS) if least is None else least),
+                int(size.get("longest_edge", _MAX_PIXELS) if most is None else most),
+            )
+        crop, patch = processor["crop_size"], int(combined["patch_size"])
+        height, width = (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
+        length = (int(height) // patch) * (int(width) // patch)
+        length += int(combined.get("num_additional_image_tokens", 0))
+        if combined.get("vision_feature_select_strategy") == "default":
+            length -= 1
+        return ConstantRule(int(printed), reserved, length)
     except (KeyError, TypeError, ValueError) as error:
         raise ModelFilesError(
             f"{model_path}: the image processor's config is not that of {model_type}: {error!r}"
@@ -152,36 +166,6 @@ def load_reserved_ids(model_path: Path) -> tuple[int, ...]:
 def reserved_texts(ids: Collection[int], tokenizer: ModelTokenizer) -> tuple[str, ...]:
     """Returns the texts that spell reserved ids."""
     return tuple(text for text in tokenizer.added_texts if tokenizer.special_id(text) in ids)
-
-
-def _grid_rule(
-    printed_id: int, reserved: tuple[int, ...], processor: Mapping[str, Any]
-) -> GridRule:
-    size = processor.get("size") or {}
-    least = processor.get("min_pixels")
-    most = processor.get("max_pixels")
-    return GridRule(
-        printed_id,
-        reserved,
-        int(processor.get("patch_size", 14)) * int(processor.get("merge_size", 2)),
-        int(size.get("shortest_edge", _MIN_PIXELS) if least is None else least),
-        int(size.get("longest_edge", _MAX_PIXELS) if most is None else most),
-    )
-
-
-def _constant_rule(
-    printed_id: int,
-    reserved: tuple[int, ...],
-    processor: Mapping[str, Any],
-    combined: Mapping[str, Any],
-) -> ConstantRule:
-    crop, patch = processor["crop_size"], int(combined["patch_size"])
-    height, width = (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
-    length = (int(height) // patch) * (int(width) // patch)
-    length += int(combined.get("num_additional_image_tokens", 0))
-    if combined.get("vision_feature_select_strategy") == "default":
-        length -= 1
-    return ConstantRule(printed_id, reserved, length)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -7,9 +7,8 @@ from typing import TypeAlias
 
 from rollmesh.chat.messages import Message, RenderContext
 
-Adapt: TypeAlias = Callable[
-    [Sequence[Message], RenderContext], tuple[Sequence[Message], RenderContext]
-]
+Messages: TypeAlias = Sequence[Message]
+Adapt: TypeAlias = Callable[[Messages, RenderContext], tuple[Messages, RenderContext]]
 
 
 class TemplateRenderError(Exception):
@@ -27,11 +26,7 @@ class ModelTemplate(ABC):
 
     @abstractmethod
     def render(
-        self,
-        messages: Sequence[Message],
-        context: RenderContext,
-        *,
-        generation_prompt: bool = False,
+        self, messages: Messages, context: RenderContext, *, generation_prompt: bool = False
     ) -> str:
         """Returns the text of a conversation.
 
@@ -40,11 +35,7 @@ class ModelTemplate(ABC):
         """
 
     def printed(
-        self,
-        messages: Sequence[Message],
-        context: RenderContext,
-        *,
-        generation_prompt: bool = False,
+        self, messages: Messages, context: RenderContext, *, generation_prompt: bool = False
     ) -> str:
         """Returns the text of a conversation. Empty if the template refuses the messages."""
         try:
@@ -57,18 +48,19 @@ class AdaptedTemplate(ModelTemplate):
     """A template that is given other messages, or another context, than its caller gives."""
 
     def __init__(self, template: ModelTemplate, adapt: Adapt) -> None:
-        """Takes the template, and the function that changes its input."""
         super().__init__(template.source)
         self._template, self._adapt = template, adapt
 
     def render(
-        self,
-        messages: Sequence[Message],
-        context: RenderContext,
-        *,
-        generation_prompt: bool = False,
+        self, messages: Messages, context: RenderContext, *, generation_prompt: bool = False
     ) -> str:
         """Returns the text of a conversation. See `ModelTemplate.render`."""
         return self._template.render(
             *self._adapt(messages, context), generation_prompt=generation_prompt
         )
+
+
+def common_prefix(one: str, other: str) -> str:
+    """Returns the text with which both texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]

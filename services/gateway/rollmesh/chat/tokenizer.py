@@ -133,22 +133,21 @@ class Tokenizer(ModelTokenizer):
         generation = model_path / "generation_config.json"
         eos = read_json(generation).get("eos_token_id", []) if generation.exists() else []
         self.stop_ids: frozenset[int] = frozenset(eos if isinstance(eos, list) else [eos])
+        added = self.rust.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(
-            id_ for id_, added in self.rust.get_added_tokens_decoder().items() if added.special
+            id_ for id_, one in added.items() if one.special
         )
-        added = self.rust.get_added_tokens_decoder().values()
-        self._added_ids = {
-            one.content: id_ for id_, one in self.rust.get_added_tokens_decoder().items()
-        }
+        self._added_ids = {one.content: id_ for id_, one in added.items()}
         self._bytes: dict[int, bytes] = {}
         self._is_byte_level = b'"ByteLevel"' in (
             b"" if self.rust.decoder is None else self.rust.decoder.__getstate__()
         )
-        self.special_texts = tuple(one.content for one in added if one.special and one.content)
-        self.added_texts = tuple(one.content for one in added if one.content)
+        tokens = [one for one in added.values() if one.content]
+        self.special_texts = tuple(one.content for one in tokens if one.special)
+        self.added_texts = tuple(one.content for one in tokens)
         # A single-character special token could not be hidden. No known model has one.
         self._special = _any_of([text for text in self.special_texts if len(text) > 1])
-        self._plain = _PlainTokenizer(self.rust, self._special)
+        self._plain: tuple[RustTokenizer, dict[int, int]] | None = None
 
     def spells(self, text: str, *, except_for: Sequence[str] = ()) -> bool:
         """Returns whether a text contains the text of a special token that is not an exception."""
@@ -169,10 +168,50 @@ class Tokenizer(ModelTokenizer):
     def encode(self, text: str) -> TokenIds:
         """Returns the ids of template text without adding any. Dtype uint32, shape [N]."""
         if _HIDDEN in text:
-            return self._plain.encode(text)
+            return self._encode_hidden(text)
         # The fast variant leaves out offsets, which nobody reads, and takes a quarter of the time.
         (encoding,) = self.rust.encode_batch_fast([text], add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.uint32)
+
+    def _encode_hidden(self, text: str) -> TokenIds:
+        """Encodes text in which some special tokens are hidden. The others are the template's own.
+
+        A second tokenizer treats special tokens as text. It has one extra token for each of them,
+        in place of those that the template printed. Everything else is encoded as by the first.
+        """
+        if self._plain is None:
+            rust = RustTokenizer.from_str(self.rust.to_str())
+            rust.encode_special_tokens = True
+            added = self.rust.get_added_tokens_decoder().items()
+            marked = {
+                f"{_OPEN}{one.content}{_CLOSE}": (id_, one)
+                for id_, one in added
+                if one.special and one.content
+            }
+            rust.add_tokens(
+                [
+                    AddedToken(
+                        marked_text,
+                        single_word=one.single_word,
+                        lstrip=one.lstrip,
+                        rstrip=one.rstrip,
+                        normalized=False,
+                    )
+                    for marked_text, (_, one) in marked.items()
+                ]
+            )
+            ids = {rust.token_to_id(one): id_ for one, (id_, _) in marked.items()}
+            # At once, when it is complete: several threads tokenize.
+            self._plain = rust, {new: id_ for new, id_ in ids.items() if new is not None}
+        rust, stands_for = self._plain
+        text = self._special.sub(lambda one: f"{_OPEN}{one[0]}{_CLOSE}", text)
+        text = _ANY_HIDDEN.sub(lambda one: _HIDDEN if one[0].endswith(_LITERAL) else "", text)
+        (encoding,) = rust.encode_batch_fast([text], add_special_tokens=False)
+        if set(encoding.ids) & set(stands_for.values()):
+            raise SpecialTextError(
+                "text that spells a special token cannot be encoded as other tokens"
+            )
+        return np.asarray([stands_for.get(id_, id_) for id_ in encoding.ids], dtype=np.uint32)
 
     def special_id(self, text: str) -> int | None:
         """Returns the id of a token that is never split. None if `text` is not such a token."""
@@ -181,24 +220,24 @@ class Tokenizer(ModelTokenizer):
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that an id adds to a text. For a special token, its name."""
         found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._token_bytes(token_id)
-        return found
-
-    def _token_bytes(self, token_id: int) -> bytes:
+        if found is not None:
+            return found
         token = self.rust.id_to_token(token_id)
         if token is None:  # a model may have more ids than its tokenizer has tokens
-            return b""
-        if token in self._added_ids:
-            return token.encode()
-        if self._is_byte_level:
-            return bytes(_BYTES.get(char, 0) for char in token)
-        if byte := _BYTE_TOKEN.fullmatch(token):
-            return bytes.fromhex(byte[1])
-        # Decoded twice in a row, because some decoders strip the space of the first token.
-        alone = str(self.rust.decode([token_id], skip_special_tokens=False))
-        twice = str(self.rust.decode([token_id, token_id], skip_special_tokens=False))
-        return twice[len(alone) :].encode()
+            found = b""
+        elif token in self._added_ids:
+            found = token.encode()
+        elif self._is_byte_level:
+            found = bytes(_BYTES.get(char, 0) for char in token)
+        elif byte := _BYTE_TOKEN.fullmatch(token):
+            found = bytes.fromhex(byte[1])
+        else:
+            # Decoded twice in a row, because some decoders strip the space of the first token.
+            alone = str(self.rust.decode([token_id], skip_special_tokens=False))
+            twice = str(self.rust.decode([token_id, token_id], skip_special_tokens=False))
+            found = twice[len(alone) :].encode()
+        self._bytes[token_id] = found
+        return found
 
     def stream(self) -> TextStream:
         """Returns an incremental decoder that includes special tokens."""
@@ -209,57 +248,6 @@ def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
     """Returns a pattern of texts, the longest first. It matches nothing if there are none."""
     longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
     return re.compile("|".join(longest_first) or "(?!)")
-
-
-class _PlainTokenizer:
-    """Encodes text in which some special tokens are hidden. The others are the template's own.
-
-    A second tokenizer treats special tokens as text. It has one extra token for each of them, which
-    replaces those that the template printed, so everything else is encoded as by the first.
-    """
-
-    def __init__(self, rust: RustTokenizer, special: re.Pattern[str]) -> None:
-        self._source = rust
-        self._special = special
-        self._rust: RustTokenizer | None = None
-        self._ids: dict[int, int] = {}
-
-    def encode(self, text: str) -> TokenIds:
-        rust = self._rust or self._made()
-        marked = self._special.sub(lambda one: f"{_OPEN}{one[0]}{_CLOSE}", text)
-        plain = _ANY_HIDDEN.sub(lambda one: _HIDDEN if one[0].endswith(_LITERAL) else "", marked)
-        (encoding,) = rust.encode_batch_fast([plain], add_special_tokens=False)
-        if set(encoding.ids) & set(self._ids.values()):
-            raise SpecialTextError(
-                "text that spells a special token cannot be encoded as other tokens"
-            )
-        return np.asarray([self._ids.get(id_, id_) for id_ in encoding.ids], dtype=np.uint32)
-
-    def _made(self) -> RustTokenizer:
-        rust = RustTokenizer.from_str(self._source.to_str())
-        rust.encode_special_tokens = True
-        added = self._source.get_added_tokens_decoder()
-        special = {id_: one for id_, one in added.items() if one.special and one.content}
-        stands_for = {f"{_OPEN}{one.content}{_CLOSE}": id_ for id_, one in special.items()}
-        rust.add_tokens(
-            [
-                AddedToken(
-                    f"{_OPEN}{one.content}{_CLOSE}",
-                    single_word=one.single_word,
-                    lstrip=one.lstrip,
-                    rstrip=one.rstrip,
-                    normalized=False,
-                )
-                for one in special.values()
-            ]
-        )
-        self._ids = {
-            new: id_
-            for text, id_ in stands_for.items()
-            if (new := rust.token_to_id(text)) is not None
-        }
-        self._rust = rust  # last: several threads tokenize
-        return rust
 
 
 class _Stream(TextStream):

@@ -225,7 +225,7 @@ class Answer:
         )
 
     def _certain(self, text: str) -> tuple[str, bool]:
-        """Takes the text that the last id completed. Returns what a stop string leaves of it."""
+        """Takes the text of the last id. Returns the certain text, and whether a stop ended it."""
         if text and self._one_call:
             self._decoded.append((self._fed, len(text)))
         return (text, False) if self._stops is None else self._stops.feed(text)

@@ -20,7 +20,7 @@ from rollmesh.chat.parsing.formats import (
 )
 from rollmesh.chat.parsing.parser import MOST_NAME
 from rollmesh.chat.parsing.reasoning import REASONING_TAGS, ReasoningSplitter
-from rollmesh.chat.rendering import ModelTemplate
+from rollmesh.chat.rendering import ModelTemplate, common_prefix
 from rollmesh.chat.tokenizer import ModelTokenizer
 
 # Checks a format by a round trip: the template prints a call, and the format's parser reads it.
@@ -50,10 +50,16 @@ class Printed:
     """A template's own print of a call and of reasoning."""
 
     def __init__(self, template: ModelTemplate, tokenizer: ModelTokenizer) -> None:
-        """Prints both."""
         self._tokenizer = tokenizer
-        self.call, self.one_call = _call_of(template)
+        self.call, self.one_call = "", False
         """Text of a call, empty if the template prints none, and whether it refuses two."""
+        for id_ in _CALL_IDS:
+            call = ToolCall(id_, _NAME, json.dumps(_ARGUMENTS))
+            text = _answer_of(template, Message("assistant", "", (call,)), _WITH_TOOLS)
+            if _NAME in text:
+                both = Message("assistant", "", (call, replace(call, id=f"{id_[:-1]}2")))
+                self.call, self.one_call = text, not template.printed((_USER, both), _WITH_TOOLS)
+                break
         thinking = Message("assistant", _SAID, reasoning=_THOUGHT)
         thought = _answer_of(template, thinking, _WITHOUT_TOOLS)
         self.thought = thought if thought and _THOUGHT in thought else ""
@@ -87,24 +93,11 @@ class Printed:
         return decoder.feed_all(ids) + decoder.finish()
 
 
-def _call_of(template: ModelTemplate) -> tuple[str, bool]:
-    """Returns the text of a call, and whether the template refuses an answer of two."""
-    for id_ in _CALL_IDS:
-        call = ToolCall(id_, _NAME, json.dumps(_ARGUMENTS))
-        text = _answer_of(template, Message("assistant", "", (call,)), _WITH_TOOLS)
-        if _NAME in text:
-            other = replace(call, id=f"{id_[:-1]}2")
-            both = Message("assistant", "", (call, other))
-            return text, not template.printed((_USER, both), _WITH_TOOLS)
-    return "", False
-
-
 def _answer_of(template: ModelTemplate, answer: Message, context: RenderContext) -> str:
     """Returns the text of an answer, without the part that the generation prompt prints."""
     whole = template.printed((_USER, answer), context)
     opened = template.printed((_USER,), context, generation_prompt=True)
-    both = enumerate(zip(whole, opened, strict=False))
-    at = next((at for at, (one, other) in both if one != other), min(len(whole), len(opened)))
+    at = len(common_prefix(whole, opened))
     begun = max(whole.rfind("<", 0, at), whole.rfind("[", 0, at))
     if begun >= 0 and not set("]>") & set(whole[begun:at]):
         at = begun  # both go on with a tag, each with another

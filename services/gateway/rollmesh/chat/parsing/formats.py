@@ -23,6 +23,7 @@ from rollmesh.chat.parsing.calls.python_calls import PythonicCallParser, Pythoni
 from rollmesh.chat.parsing.calls.xml_calls import TaggedCallParser, TaggedFormat
 from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, ToolParser, WholeCallParser
 from rollmesh.chat.parsing.reasoning import REASONING_TAGS, TAGS, ReasoningSplitter
+from rollmesh.chat.parsing.schemas import Schemas
 
 VLLM = "vllm:"
 """Prefix of the name of a parser that vLLM has."""
@@ -190,10 +191,17 @@ class AnswerFormat:
         return self.tools if self.tools in CHANNELS else self.channels
 
 
-def tool_schemas(tools_json: bytes) -> Mapping[str, Mapping[str, Any]]:
+def tool_schemas(tools_json: bytes) -> Schemas:
     """Returns the JSON schema of each tool's parameters, by the tool's name."""
-    size = _PARSED_SIZE * len(tools_json)
-    return _schemas.get(tools_json, size, lambda: _read_schemas(tools_json))
+
+    def read() -> Schemas:
+        schemas: dict[str, Mapping[str, Any]] = {}
+        for name, function in named_functions(tools_json):
+            parameters = function.get("parameters")
+            schemas[name] = parameters if isinstance(parameters, dict) else {}
+        return schemas
+
+    return _schemas.get(tools_json, _PARSED_SIZE * len(tools_json), read)
 
 
 def named_functions(tools_json: bytes) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -204,12 +212,4 @@ def named_functions(tools_json: bytes) -> Iterator[tuple[str, Mapping[str, Any]]
             yield name, function
 
 
-def _read_schemas(tools_json: bytes) -> Mapping[str, Mapping[str, Any]]:
-    schemas: dict[str, Mapping[str, Any]] = {}
-    for name, function in named_functions(tools_json):
-        parameters = function.get("parameters")
-        schemas[name] = parameters if isinstance(parameters, dict) else {}
-    return schemas
-
-
-_schemas: ByteCache[bytes, Mapping[str, Mapping[str, Any]]] = ByteCache(_SCHEMAS_BYTES)
+_schemas: ByteCache[bytes, Schemas] = ByteCache(_SCHEMAS_BYTES)

@@ -55,7 +55,6 @@ class ToolParser(ABC):
     """
 
     def __init__(self) -> None:
-        """Begins an empty answer."""
         self.malformed = False
         """Whether something looked like a call and was not a complete one."""
         self._called: list[tuple[str, list[str]]] = []
@@ -144,7 +143,6 @@ class HeldText:
     """
 
     def __init__(self) -> None:
-        """Begins an empty text."""
         super().__init__()
         self._held = ""  # text not yet passed on
         self._late: list[str] = []  # text that follows it and came during a wait
@@ -245,19 +243,15 @@ class BracketScanner:
         self._quote = ""
         self._escaped = False
 
-    def scan(self, text: str) -> int:
-        """Takes text. Returns how many of its characters belong to the value."""
-        size = self._size_in(text)
-        self.size += size
-        return size
-
     def ends_in(self, text: str) -> bool:
         """Takes text. Returns whether the value ends in it, or has ended."""
         if not self.done:
             self.scan(text)
         return self.done
 
-    def _size_in(self, text: str) -> int:
+    def scan(self, text: str) -> int:
+        """Takes text. Returns how many of its characters belong to the value."""
+        size = len(text)
         for at, char in enumerate(text):
             if self._quote:
                 if self._escaped:
@@ -269,16 +263,17 @@ class BracketScanner:
             elif char in self._quotes:
                 self._quote = char
             elif char in self._firsts and (cut := self._cut_at(text, at)):
-                self.done = text.startswith(cut, at)
-                return at
+                self.done, size = text.startswith(cut, at), at
+                break
             elif char in self._opens:
                 self._depth += 1
             elif char in self._closes:
                 self._depth -= 1
                 if self._depth == 0:
-                    self.done = True
-                    return at + 1
-        return len(text)
+                    self.done, size = True, at + 1
+                    break
+        self.size += size
+        return size
 
     def _cut_at(self, text: str, at: int) -> str:
         return next((one for one in self._cuts if one.startswith(text[at : at + len(one)])), "")
@@ -326,9 +321,8 @@ class WholeCallParser(ToolParser):
     """
 
     def __init__(self, names: Set[str]) -> None:
-        """Takes the names of the known tools."""
         super().__init__()
-        self._names = names
+        self._names = names  # of the known tools
         self._reading: Reading | None = None
         self._pieces: list[str] = []
 

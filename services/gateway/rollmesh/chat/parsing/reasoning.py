@@ -65,13 +65,15 @@ class ReasoningSplitter(HeldText):
         """Takes text. Returns the newly certain text: reasoning, and rest."""
         if not self._come(text):
             return "", ""
-        thought = ""
         if self._state == "start":
-            self._begin()
-        if self._state == "inside":
-            thought = self._think()
-        elif self._state == "call":
-            thought = self._think_on()
+            lead = self._held.lstrip()
+            if lead.startswith(self._open):
+                self._held, self._state = lead.removeprefix(self._open), "inside"
+            elif not self._open.startswith(lead):
+                self._state = "rest"
+            elif not lead:
+                self._wait = has_words
+        thought = self._think() if self._state in {"inside", "call"} else ""
         if self._state == "after":
             self._held = self._held.lstrip("\n")
             if self._held:
@@ -93,45 +95,31 @@ class ReasoningSplitter(HeldText):
         """Takes what `finish` returned as the rest, where it has no call. Returns the reasoning."""
         return self._thinks((rest if self._thought else rest.lstrip()).rstrip())
 
-    def _begin(self) -> None:
-        lead = self._held.lstrip()
-        if lead.startswith(self._open):
-            self._held, self._state = lead.removeprefix(self._open), "inside"
-        elif not self._open.startswith(lead):
-            self._state = "rest"
-        elif not lead:
-            self._wait = has_words
-
     def _think(self) -> str:
+        """Returns the newly certain reasoning, up to its end."""
         if not self._thought:
             self._held = self._held.lstrip()
-        ends = (self._close, *self._calls)
-        at, end = first_of(self._held, ends)
-        if end == self._close:
-            return self._end(at)
-        certain = self._held[: at if end else len(self._held) - possible_start(self._held, ends)]
-        thought = certain.rstrip()  # whitespace before the closing tag is dropped
-        self._held = self._held[len(thought) :]
-        if end:
-            self._state = "call"
-            return self._thinks(thought) + self._think_on()
-        if not self._held.strip():
-            self._wait = has_words
-        return self._thinks(thought)
-
-    def _think_on(self) -> str:
-        """Reads on behind the beginning of a call."""
+        thought = ""
+        if self._state == "inside":
+            ends = (self._close, *self._calls)
+            at, end = first_of(self._held, ends)
+            if end != self._close:
+                size = at if end else len(self._held) - possible_start(self._held, ends)
+                # Whitespace before the closing tag is dropped.
+                thought = self._thinks(self._held[:size].rstrip())
+                self._held = self._held[len(thought) :]
+                if not end:
+                    if not self._held.strip():
+                        self._wait = has_words
+                    return thought
+                self._state = "call"
         at = self._held.find(self._close)
-        if at >= 0:
-            return self._end(at)
-        self._wait = Coming([self._close], self._held)
-        return ""
-
-    def _end(self, at: int) -> str:
-        """Ends the reasoning at an index of the held text."""
-        thought = self._held[:at] if self._thought else self._held[:at].lstrip()
+        if at < 0:  # a call has begun
+            self._wait = Coming([self._close], self._held)
+            return thought
+        more = self._held[:at].rstrip()
         self._held, self._state = self._held[at + len(self._close) :], "after"
-        return self._thinks(thought.rstrip())
+        return thought + self._thinks(more if self._thought else more.lstrip())
 
     def _thinks(self, thought: str) -> str:
         if thought:

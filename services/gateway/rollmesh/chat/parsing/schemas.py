@@ -50,7 +50,39 @@ class Schema:
 
     def kinds(self) -> frozenset[str]:
         """Returns the types that are allowed. Empty if none is named, or it is no schema."""
-        return _Kinds(self._root).of(self._part)
+        return self._kinds_of(self._part, {}, 0)
+
+    def _kinds_of(
+        self, schema: object, known: dict[int, frozenset[str]], depth: int
+    ) -> frozenset[str]:
+        """Returns the kinds of one value. Each subschema is visited once. A circle says nothing."""
+        if not isinstance(schema, Mapping):
+            return frozenset()
+        if (key := id(schema)) in known:
+            return known[key]
+        known[key] = frozenset()
+        if depth >= _MOST_DEPTH or len(known) >= _MOST_VISITED:
+            return frozenset()
+        kind, values = schema.get("type"), _list(schema, "enum")
+        values = [*values, schema["const"]] if "const" in schema else values
+        named = kind if isinstance(kind, list) else [kind]
+        said = [
+            frozenset(one for one in named if isinstance(one, str)),
+            frozenset[str]().union(*map(kind_of, values)),
+        ]
+        for keyword in ("anyOf", "oneOf"):
+            options = [self._kinds_of(one, known, depth + 1) for one in _list(schema, keyword)]
+            said.append(frozenset[str]().union(*options))
+        both = (*_list(schema, "allOf"), _referred(schema, self._root))
+        said += [self._kinds_of(one, known, depth + 1) for one in both]
+        if said := list(filter(None, said)):
+            # What contradicts itself is read as whatever fits.
+            known[key] = frozenset.intersection(*said) or frozenset.union(*said)
+        else:
+            known[key] = frozenset(
+                kind for kind, keys in _KEYWORDS.items() if any(key in schema for key in keys)
+            )
+        return known[key]
 
     def typed(self, text: str) -> Any:
         """Converts a value's text as the schema says. Returns the text if it does not fit."""
@@ -77,48 +109,8 @@ class Schema:
                 continue
             seen.add(id(one))
             yield one
-            left += _beside(one, self._root)
-
-
-class _Kinds:
-    """The kinds of one value. Each subschema is visited once, and a circle says nothing."""
-
-    def __init__(self, root: object) -> None:
-        self._root = root
-        self._known: dict[int, frozenset[str]] = {}
-        self._depth = 0
-
-    def of(self, schema: object) -> frozenset[str]:
-        if not isinstance(schema, Mapping):
-            return frozenset()
-        key = id(schema)
-        if key in self._known:
-            return self._known[key]
-        self._known[key] = frozenset()
-        if self._depth < _MOST_DEPTH and len(self._known) < _MOST_VISITED:
-            self._depth += 1
-            self._known[key] = self._visit(schema)
-            self._depth -= 1
-        return self._known[key]
-
-    def _visit(self, schema: Mapping[str, Any]) -> frozenset[str]:
-        kind = schema.get("type")
-        named = kind if isinstance(kind, list) else [kind]
-        said = [frozenset(one for one in named if isinstance(one, str))]
-        values = schema.get("enum")
-        values = list(values) if isinstance(values, list) else []
-        values += [schema["const"]] if "const" in schema else []
-        said.append(frozenset[str]().union(*map(kind_of, values)))
-        options = (_list(schema, key) for key in ("anyOf", "oneOf"))
-        said += (frozenset[str]().union(*map(self.of, one)) for one in options)
-        said += map(self.of, (*_list(schema, "allOf"), _referred(schema, self._root)))
-        said = [one for one in said if one]
-        if said:
-            # What contradicts itself is read as whatever fits.
-            return frozenset.intersection(*said) or frozenset.union(*said)
-        return frozenset(
-            kind for kind, keys in _KEYWORDS.items() if any(key in schema for key in keys)
-        )
+            parts = [part for key in ("oneOf", "anyOf", "allOf") for part in _list(one, key)]
+            left += (*parts[::-1], _referred(one, self._root))
 
 
 def kind_of(value: object) -> frozenset[str]:
@@ -132,11 +124,6 @@ def kind_of(value: object) -> frozenset[str]:
 def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
     value = schema.get(key)
     return value if isinstance(value, list) else []
-
-
-def _beside(schema: Mapping[str, Any], root: object) -> list[Any]:
-    parts = [part for key in ("oneOf", "anyOf", "allOf") for part in _list(schema, key)]
-    return [*parts[::-1], _referred(schema, root)]
 
 
 def _referred(schema: Mapping[str, Any], root: object) -> object:

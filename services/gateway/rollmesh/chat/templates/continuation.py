@@ -20,9 +20,12 @@ session keeps the sampled ids. Each template is probed when it is loaded (`probe
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache, partial
+from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -30,7 +33,7 @@ import numpy as np
 from rollmesh.chat.caches import ByteCache
 from rollmesh.chat.canonical import spelling_key
 from rollmesh.chat.images import ImageRule, Placeholder, expand, locate, reserved_texts
-from rollmesh.chat.messages import MessageGroup, RenderContext, RoleName, images_of
+from rollmesh.chat.messages import MessageGroup, RenderContext, images_of
 from rollmesh.chat.rendering import ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.cutter import Cutter
 from rollmesh.chat.templates.jinja import unix_now
@@ -39,7 +42,6 @@ from rollmesh.chat.templates.profile import (
     REWRITING,
     Finding,
     TemplatePair,
-    TemplateProfile,
     joined,
 )
 from rollmesh.chat.templates.windows import Ends, TemplateRefusedError, place
@@ -122,7 +124,11 @@ def _divide(
         elif own is not None:
             begin = end - len(own)
         elif before is not None:
-            begin = _last_index(ids[:end], before) + len(before)
+            data, wanted = ids[:end].tobytes(), before.tobytes()
+            found = data.rfind(wanted)
+            while found >= 0 and found % _ID_BYTES:
+                found = data.rfind(wanted, 0, found + len(wanted) - 1)
+            begin = found // _ID_BYTES + len(before) if found >= 0 else -1
         else:
             return None
         if begin < 0 or (own is not None and not _ends_with(ids[begin:end], own)):
@@ -130,21 +136,6 @@ def _divide(
         parts.append(ids[begin:end].copy())
         end = begin
     return parts[::-1]
-
-
-def _known(render: str, path: Sequence[HeldGroup]) -> tuple[int, int, "hashlib.blake2b"]:
-    """Returns how many nodes, and characters of them, were compared before, and their digest."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    begun = chars = 0
-    for at, node in enumerate(path):
-        if node.seen is None:
-            continue
-        longer = digest.copy()
-        longer.update(_bytes(render[chars : node.seen.chars]))
-        if longer.digest() != node.seen.digest:
-            break
-        begun, chars, digest = at + 1, node.seen.chars, longer
-    return begun, chars, digest
 
 
 def _chunks(render: str, begin: int, ends: Ends) -> Iterator[str]:
@@ -159,19 +150,6 @@ def _chunks(render: str, begin: int, ends: Ends) -> Iterator[str]:
     yield render[begin:]
 
 
-def _render(template: ModelTemplate, groups: Sequence[MessageGroup], context: RenderContext) -> str:
-    messages = [message for group in groups for message in group]
-    return template.render(messages, context, generation_prompt=True)
-
-
-def _first_difference(ids: TokenIds, held: TokenIds) -> int | None:
-    size = min(len(ids), len(held))
-    differing = np.flatnonzero(ids[:size] != held[:size])
-    if len(differing):
-        return int(differing[0])
-    return None if len(ids) == len(held) else size
-
-
 def _node_at(path: Sequence[HeldGroup], begun: int, offset: int) -> int:
     """Returns the index of the node that holds an id, counted from the first of `path[begun:]`."""
     offset += path[begun - 1].end if begun else 0
@@ -180,19 +158,6 @@ def _node_at(path: Sequence[HeldGroup], begun: int, offset: int) -> int:
 
 def _ends_with(ids: TokenIds, end: TokenIds) -> bool:
     return len(end) <= len(ids) and np.array_equal(ids[len(ids) - len(end) :], end)
-
-
-def _last_index(ids: TokenIds, part: TokenIds) -> int:
-    """Returns the last index of `part` in `ids`. Less than minus its length if absent."""
-    data, wanted = ids.tobytes(), part.tobytes()
-    at = data.rfind(wanted)
-    while at >= 0 and at % _ID_BYTES:
-        at = data.rfind(wanted, 0, at + len(wanted) - 1)
-    return at // _ID_BYTES if at >= 0 else -len(part) - 1
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode(errors="surrogatepass")
 
 
 # The time that a template prints: a session's own, and no more exact than the template shows it.
@@ -216,16 +181,21 @@ def shown_time(source: str) -> Callable[[int], int]:
     uses = len(_ANY.findall(source))
     if not uses:
         return lambda _: 1
-    return _noon if uses == len(list(_DATES.finditer(source))) else lambda now: now
+    if uses != len(list(_DATES.finditer(source))):
+        return lambda now: now
 
+    def noon(now: int) -> int:
+        day = datetime.fromtimestamp(now).astimezone()
+        return int(day.replace(hour=12, minute=0, second=0).timestamp())
 
-def _noon(now: int) -> int:
-    day = datetime.fromtimestamp(now).astimezone()
-    return int(day.replace(hour=12, minute=0, second=0).timestamp())
+    return noon
 
 
 Show: TypeAlias = Callable[[Sequence[MessageGroup]], list[MessageGroup]]
 """Returns groups as a template will see them."""
+Check: TypeAlias = Callable[[list[str]], None]
+"""Is given the printed texts before they are tokenised."""
+_messages_of = attrgetter("messages")
 _PROBED, _OPENINGS, _TIMES, _FIRST_BYTES = 64, 64, 1024, 16 * 1024 * 1024
 
 
@@ -254,8 +224,14 @@ class Continuation:
         self._first_ids: ByteCache[bytes, TokenIds] = ByteCache(_FIRST_BYTES)
         """Ids of first groups: many conversations begin with the same system message."""
         self._openings = lru_cache(_OPENINGS)(self._opening)
-        self.profile = self._profile()
+        self.profile = self._pinned(RenderContext())[1].profile
         """The result of probing the template without options."""
+        if isinstance(template, TemplatePair):
+            try:
+                tooled = self._probed(template.tool_use, b"").profile
+            except TemplateRefusedError as error:
+                raise TemplateRefusedError(f"the template for tools: {error}") from error
+            self.profile = joined(self.profile, tooled)
         self._headers = {role: self._id_of(text) for role, text in self.profile.headers.items()}
         self.stop_ids = tuple(sorted(map(self._id_of, self.profile.stops)))
         """Ids at which a model of this template must stop."""
@@ -275,7 +251,7 @@ class Continuation:
         groups: Sequence[MessageGroup],
         start: int,
         context: RenderContext,
-        check: Callable[[list[str]], None] = lambda _: None,
+        check: Check = lambda _: None,
     ) -> list[TokenIds]:
         """Returns the ids that each of `groups[start:]` adds. Uint32 [N].
 
@@ -291,23 +267,35 @@ class Continuation:
         context, probed = self._pinned(context)
         cutter = probed.cutter
         if start > 0:
-            texts = cutter.texts(groups, start, context)
-            check(texts)
-            return self._encode(texts, groups[start:])
+            return self._added(cutter, groups, start, context, check)
 
         def first() -> TokenIds:
-            texts = cutter.texts(groups[:1], 0, context)
-            check(texts)
-            (ids,) = self._encode(texts, groups[:1])
+            (ids,) = self._added(cutter, groups[:1], 0, context, check)
             ids.flags.writeable = False
             return ids
 
         key = spelling_key(groups[0]) + context.key + context.now.to_bytes(8)
         size = len(groups[0][0].content) + len(context.tools_json)
         known = self._first_ids.get(key, size, first)
-        texts = cutter.texts(groups, 1, context)
+        return [known, *self._added(cutter, groups, 1, context, check)]
+
+    def _added(
+        self,
+        cutter: Cutter,
+        groups: Sequence[MessageGroup],
+        start: int,
+        context: RenderContext,
+        check: Check = lambda _: None,
+    ) -> list[TokenIds]:
+        texts = cutter.texts(groups, start, context)
         check(texts)
-        return [known, *self._encode(texts, groups[1:])]
+        ids, rule = map(self._tokenizer.encode, texts), self._image_rule
+        if rule is None:
+            return list(ids)
+        return [
+            expand(one, images_of([group]), rule)
+            for one, group in zip(ids, groups[start:], strict=True)
+        ]
 
     def places(self, group: MessageGroup, ids: TokenIds) -> tuple[Placeholder, ...]:
         """Returns where the images of a group are in the ids that it adds, uint32 [N].
@@ -369,33 +357,68 @@ class Continuation:
         fresh groups, and of what opens the model's turn. Uint32 [N] each.
         """
         context, probed = self._pinned(context)
-        groups = [*(node.messages for node in path), *fresh]
+        groups: list[MessageGroup] = [*map(_messages_of, path), *fresh]
         if not probed.profile.findings & REWRITING:
-            try:
-                return Comparison(self._first_otherwise(probed.cutter, path, groups, context, show))
-            except TemplateRenderError:  # an answer that cannot be continued in the usual way
-                pass
+            with suppress(TemplateRenderError):  # an answer that cannot be continued as others
+                begun = len(path)
+                while begun and path[begun - 1].as_printed is None:
+                    begun -= 1
+                for at in range(max(begun - 1, 0), len(path)):
+                    node = path[at]
+                    if node.as_printed is None and not node.was_sampled:
+                        node.as_printed = True
+                    elif node.as_printed is None:
+                        shown = [*show(groups[: min(at, 1)]), *groups[1:at], *show([groups[at]])]
+                        (text,) = probed.cutter.texts(shown, at, context)
+                        ids = node.token_ids
+                        if not self._headers:
+                            ids = np.concatenate([ids, self._closing(node)])
+                        elif node.ends_turn:
+                            ids = ids[:-1]
+                        node.as_printed = np.array_equal(self._tokenizer.encode(text), ids)
+                    if not node.as_printed:
+                        return Comparison(at)
+                    ended = node.was_sampled and node.ends_turn and len(node.token_ids) > 0
+                    if self._headers and ended:
+                        # The sampled end may not be the header of the next turn.
+                        role = groups[at + 1][0].role if at + 1 < len(groups) else "assistant"
+                        if int(node.token_ids[-1]) != self._headers.get(role):
+                            return Comparison(at)
+                return Comparison(None)
         try:
-            render = _render(probed.template, show(groups), context)
+            messages = chain.from_iterable(show(groups))
+            render = probed.template.render([*messages], context, generation_prompt=True)
             generation_prompt = probed.cutter.generation_prompt(groups, context)
         except TemplateRenderError:  # each message renders alone, but not all of them together
             sampled = (at for at, node in enumerate(path) if node.was_sampled)
             return Comparison(next(sampled, len(path)))
-        begun, chars, digest = _known(render, path)
+        # A known prefix is not tokenised again.
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        begun = chars = 0
+        for at, node in enumerate(path):
+            if node.seen is None:
+                continue
+            longer = digest.copy()
+            longer.update(render[chars : node.seen.chars].encode(errors="surrogatepass"))
+            if longer.digest() != node.seen.digest:
+                break
+            begun, chars, digest = at + 1, node.seen.chars, longer
         held = np.concatenate([*(node.token_ids for node in path[begun:]), *added])
         at, encode = 0, self._encoder_of(groups[begun:])
         for chunk in _chunks(render, chars, probed.cutter.boundaries.ends):
             ids = encode(chunk)
-            differs = _first_difference(ids, held[at : at + len(ids)])
-            if differs is not None:
+            size = min(len(ids), len(held) - at)
+            differing = np.flatnonzero(ids[:size] != held[at : at + size])
+            if len(differing) or size < len(ids):
+                differs = int(differing[0]) if len(differing) else size
                 return Comparison(_node_at(path, begun, at + differs))
-            at += len(ids)
+            at += size
         if at < len(held):
             return Comparison(_node_at(path, begun, at))
         if not render.endswith(generation_prompt):
             return Comparison(None)
         size = len(render) - len(generation_prompt)
-        digest.update(_bytes(render[chars:size]))
+        digest.update(render[chars:size].encode(errors="surrogatepass"))
         return Comparison(None, Seen(size, digest.digest()))
 
     def reprint(
@@ -414,10 +437,16 @@ class Continuation:
         context, probed = self._pinned(context)
         cutter, begun = probed.cutter, len(path)
         try:
-            groups = show([*(node.messages for node in path), *groups[begun:]])
-            ids = self._encoder_of(groups)(_render(probed.template, groups, context))
+            groups = show([*map(_messages_of, path), *groups[begun:]])
+            messages = [*chain.from_iterable(groups)]
+            printed = probed.template.render(messages, context, generation_prompt=True)
+            ids = self._encoder_of(groups)(printed)
+            # The ids of an answer depend on the next group. Of two in a row one has to be known.
             known = [
-                self._printed_ids(cutter, groups, at, context) for at in range(begun, len(groups))
+                None
+                if groups[at][0].role == "assistant" and place(groups, at) != "assistant"
+                else self._added(cutter, groups[: at + 1], at, context)[0]
+                for at in range(begun, len(groups))
             ]
             generation_prompt = self.generation_prompt(groups, context)
         except TemplateRenderError:
@@ -427,58 +456,6 @@ class Continuation:
             return None
         parts = _divide(ids[len(held) :], known, generation_prompt)
         return None if parts is None else (parts, generation_prompt)
-
-    def _first_otherwise(
-        self,
-        cutter: Cutter,
-        path: Sequence[HeldGroup],
-        groups: Sequence[MessageGroup],
-        context: RenderContext,
-        show: Show,
-    ) -> int | None:
-        begun = len(path)
-        while begun and path[begun - 1].as_printed is None:
-            begun -= 1
-        for at in range(max(begun - 1, 0), len(path)):
-            node = path[at]
-            if node.as_printed is None:
-                node.as_printed = not node.was_sampled or self._is_as_printed(
-                    cutter,
-                    node,
-                    [*show(groups[: min(at, 1)]), *groups[1:at], *show([groups[at]])],
-                    context,
-                )
-            role = groups[at + 1][0].role if at + 1 < len(groups) else "assistant"
-            if not node.as_printed or (node.was_sampled and self._ends_otherwise(node, role)):
-                return at
-        return None
-
-    def _is_as_printed(
-        self,
-        cutter: Cutter,
-        node: HeldGroup,
-        groups: Sequence[MessageGroup],
-        context: RenderContext,
-    ) -> bool:
-        """Returns whether an append-only template prints the last of `groups` as in its node."""
-        (text,) = cutter.texts(groups, len(groups) - 1, context)
-        ids = node.token_ids
-        if not self._headers:
-            ids = np.concatenate([ids, self._closing(node)])
-        elif node.ends_turn:
-            ids = ids[:-1]
-        return np.array_equal(self._tokenizer.encode(text), ids)
-
-    def _printed_ids(
-        self, cutter: Cutter, groups: Sequence[MessageGroup], at: int, context: RenderContext
-    ) -> TokenIds | None:
-        """Returns the ids of a group. None for an answer, whose ids depend on the next group.
-
-        Of two answers in a row the second is rendered, because one of them has to be known.
-        """
-        if groups[at][0].role == "assistant" and place(groups, at) != "assistant":
-            return None
-        return self._encode(cutter.texts(groups[: at + 1], at, context), groups[at : at + 1])[0]
 
     def _closing(self, node: HeldGroup) -> TokenIds:
         """Returns the ids missing at the end of a node. Uint32 [0] or [1].
@@ -493,11 +470,6 @@ class Continuation:
             return np.array([] if ended else [self._id_of(call_end)], np.uint32)
         return np.array([] if node.ends_turn else [self._id_of(end)], np.uint32)
 
-    def _ends_otherwise(self, node: HeldGroup, role: RoleName) -> bool:
-        """Returns whether the sampled end differs from the header of the next turn."""
-        ended = bool(self._headers) and node.ends_turn and len(node.token_ids) > 0
-        return ended and int(node.token_ids[-1]) != self._headers.get(role)
-
     def _id_of(self, text: str) -> int:
         id_ = self._tokenizer.special_id(text)
         if id_ is None:
@@ -509,16 +481,6 @@ class Continuation:
         ids = self._tokenizer.encode(text)
         ids.flags.writeable = False
         return ids
-
-    def _encode(self, texts: list[str], groups: Sequence[MessageGroup]) -> list[TokenIds]:
-        """Returns the ids of the text that each group adds."""
-        rule, encode = self._image_rule, self._tokenizer.encode
-        if rule is None:
-            return [encode(text) for text in texts]
-        return [
-            expand(encode(text), images_of([group]), rule)
-            for text, group in zip(texts, groups, strict=True)
-        ]
 
     def _encoder_of(self, groups: Sequence[MessageGroup]) -> Callable[[str], TokenIds]:
         """Returns a function that encodes the pieces of a printed conversation in order.
@@ -549,18 +511,3 @@ class Continuation:
         if isinstance(template, TemplatePair):
             template = template.of(context)
         return context, self._probed(template, context.options_json)
-
-    def _profile(self) -> TemplateProfile:
-        """Returns what probing finds without options.
-
-        Raises:
-            TemplateRefusedError: The template cannot be continued exactly.
-        """
-        profile = self._pinned(RenderContext())[1].profile
-        if not isinstance(self._template, TemplatePair):
-            return profile
-        try:
-            tooled = self._probed(self._template.tool_use, b"").profile
-        except TemplateRefusedError as error:
-            raise TemplateRefusedError(f"the template for tools: {error}") from error
-        return joined(profile, tooled)

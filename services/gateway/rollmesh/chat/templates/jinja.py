@@ -6,8 +6,9 @@ without HTML escapes, `raise_exception`, `strftime_now`, and `{% generation %}` 
 
 import json
 import time
-from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -17,9 +18,9 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rollmesh.chat.json_values import escape_surrogates, read_json, replace_surrogates
-from rollmesh.chat.messages import Image, Message, RenderContext
+from rollmesh.chat.messages import Message, RenderContext
 from rollmesh.chat.openai import write_call, write_message
-from rollmesh.chat.rendering import ModelTemplate, TemplateRenderError
+from rollmesh.chat.rendering import Messages, ModelTemplate, TemplateRenderError
 from rollmesh.chat.tokenizer import Tokenizer
 
 _PROBE = "string7zq"
@@ -42,21 +43,21 @@ class ChatTemplate(ModelTemplate):
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateRenderError(str(error)) from error
-        self._parts = not self._prints_strings()
+        # Whether content is rendered as a string. Multimodal templates expect parts.
+        try:
+            self._parts = _PROBE not in self.render((Message("user", _PROBE),), RenderContext())
+        except TemplateRenderError as error:
+            self._parts = "has no attribute" in str(error)
 
     def render(
-        self,
-        messages: Sequence[Message],
-        context: RenderContext,
-        *,
-        generation_prompt: bool = False,
+        self, messages: Messages, context: RenderContext, *, generation_prompt: bool = False
     ) -> str:
         """Returns the text of a conversation. See `ModelTemplate.render`."""
         options = json.loads(context.options_json) if context.options_json else {}
         try:
             moment = datetime.fromtimestamp(context.now or unix_now()).astimezone()
             text = self._template.render(
-                messages=[as_template_message(one, parts=self._parts) for one in messages],
+                messages=list(map(partial(as_template_message, parts=self._parts), messages)),
                 tools=json.loads(context.tools_json) if context.tools_json else None,
                 add_generation_prompt=generation_prompt,
                 **{
@@ -71,13 +72,6 @@ class ChatTemplate(ModelTemplate):
             raise TemplateRenderError(str(error)) from error
         except RecursionError as error:
             raise TemplateRenderError("a value is nested too deeply for the template") from error
-
-    def _prints_strings(self) -> bool:
-        """Returns whether content is rendered as a string. Multimodal templates expect parts."""
-        try:
-            return _PROBE in self.render((Message("user", _PROBE),), RenderContext())
-        except TemplateRenderError as error:
-            return "has no attribute" not in str(error)
 
 
 def variables_of(tokenizer: Tokenizer) -> dict[str, str]:
@@ -97,27 +91,22 @@ def as_template_message(message: Message, *, parts: bool = False) -> dict[str, A
     """
     result = write_message(message)
     if message.images:
-        result["content"] = [_template_part(part) for part in message.parts]
+        result["content"] = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+            for part in message.parts
+        ]
     elif parts:
-        result["content"] = [_template_part(message.content)]
+        result["content"] = [{"type": "text", "text": message.content}]
     if message.reasoning:
         result["reasoning"] = message.reasoning  # vLLM gives templates both names
     if message.tool_calls:
-        calls = (write_call(call, _arguments(call.arguments)) for call in message.tool_calls)
-        result["tool_calls"] = list(calls)
+        result["tool_calls"] = calls = []
+        for call in message.tool_calls:
+            arguments: Any = call.arguments
+            with suppress(ValueError):  # templates call `tojson` themselves. Invalid ones stay text
+                arguments = read_json(arguments) if arguments.strip() else {}
+            calls.append(write_call(call, arguments))
     return result
-
-
-def _template_part(part: str | Image) -> dict[str, str]:
-    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
-
-
-def _arguments(text: str) -> Any:
-    """Parses arguments, because templates call `tojson` themselves. Invalid ones stay text."""
-    try:
-        return read_json(text) if text.strip() else {}
-    except ValueError:
-        return text
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -149,14 +138,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    text = json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-    return escape_surrogates(text)
+    form: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return escape_surrogates(json.dumps(value, ensure_ascii=ensure_ascii, **form))
 
 
 def _raise_exception(message: str) -> None:

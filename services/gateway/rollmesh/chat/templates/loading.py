@@ -21,7 +21,12 @@ def load_model(model_path: Path) -> tuple[ModelTemplate, ModelTokenizer]:
         ModelFilesError: A file is missing or cannot be read, or the package is not installed.
         TemplateRenderError: The template does not compile.
     """
-    mistral = None if _has_template(model_path) else _mistral_file(model_path)
+    path = model_path / "tokenizer_config.json"
+    mistral = None
+    if not _sources(model_path, read_json(path) if path.exists() else {}):
+        # `tekken.json` comes before the files of older models.
+        files = [*model_path.glob("tekken*.json"), *sorted(model_path.glob("*.model.v*"))[::-1]]
+        mistral = next(iter(files), None)
     if mistral is None:
         tokenizer = Tokenizer(model_path)
         return load_template(model_path, tokenizer), tokenizer
@@ -89,11 +94,6 @@ def _size_of(model_path: Path, name: str) -> int:
     return 0
 
 
-def _has_template(model_path: Path) -> bool:
-    path = model_path / "tokenizer_config.json"
-    return bool(_sources(model_path, read_json(path) if path.exists() else {}))
-
-
 def _sources(model_path: Path, config: dict[str, Any]) -> dict[str, str]:
     """Returns the templates of a model's directory by name. Files come before the config."""
     value = config.get("chat_template")
@@ -109,9 +109,3 @@ def _sources(model_path: Path, config: dict[str, Any]) -> dict[str, str]:
         if path.exists():
             sources[name] = path.read_text(encoding="utf-8")
     return sources
-
-
-def _mistral_file(model_path: Path) -> Path | None:
-    """Returns the file that `mistral_common` reads: `tekken.json` before an older model's."""
-    found = [*model_path.glob("tekken*.json"), *sorted(model_path.glob("*.model.v*"))[::-1]]
-    return next(iter(found), None)

@@ -30,7 +30,7 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from rollmesh.chat.json_values import replace_surrogates
 from rollmesh.chat.messages import Message, RenderContext
 from rollmesh.chat.openai import write_message
-from rollmesh.chat.rendering import ModelTemplate, TemplateRenderError
+from rollmesh.chat.rendering import Messages, ModelTemplate, TemplateRenderError
 from rollmesh.chat.tokenizer import ModelFilesError, ModelTokenizer, TextStream, TokenIds
 
 _OPEN, _CLOSE, _LITERAL = "\ufdd0", "\ufdd1", "\ufdd2"
@@ -122,11 +122,7 @@ class MistralTemplate(ModelTemplate):
         super().__init__(f"mistral_common {version.value} {' '.join(tokenizer.control_names)}")
 
     def render(
-        self,
-        messages: Sequence[Message],
-        context: RenderContext,
-        *,
-        generation_prompt: bool = False,
+        self, messages: Messages, context: RenderContext, *, generation_prompt: bool = False
     ) -> str:
         """Returns the text of a conversation. See `ModelTemplate.render`."""
         if context.options_json:

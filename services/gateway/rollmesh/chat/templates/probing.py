@@ -8,7 +8,7 @@ without that pair.
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache
@@ -28,7 +28,7 @@ from rollmesh.chat.messages import (
     images_of,
 )
 from rollmesh.chat.parsing.reasoning import OPEN
-from rollmesh.chat.rendering import AdaptedTemplate, ModelTemplate, TemplateRenderError
+from rollmesh.chat.rendering import AdaptedTemplate, Messages, ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.cutter import Cutter
 from rollmesh.chat.templates.jinja import unix_now
 from rollmesh.chat.templates.profile import (
@@ -44,6 +44,7 @@ from rollmesh.chat.templates.windows import (
     RefusedOrder,
     TemplateRefusedError,
     place,
+    result,
 )
 from rollmesh.chat.tokenizer import ModelTokenizer
 
@@ -65,12 +66,8 @@ SAYS_AND_CALLS = Message("assistant", "Let me see.", (CALL, CALL))
 RESULT = Message("tool", '{"found": "caf\u00e9"}\n', tool_call_id=CALL.id, name=CALL.name)
 
 
-def _told_apart(*conversations: tuple[Message, ...]) -> tuple[tuple[Message, ...], ...]:
-    """Returns conversations whose calls have ids of their own: some templates look results up."""
-    return tuple(map(_with_ids, conversations))
-
-
 def _with_ids(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Returns a conversation whose calls have ids of their own. Some templates look results up."""
     given = itertools.count(1)
     open_ids: list[str] = []
     told: list[Message] = []
@@ -94,26 +91,36 @@ STRIPPED = (
     (USER, ANSWER, EMPTY, ANSWER, USER),
 )
 TWICE = ((USER, USER), (SYSTEM, USER, USER))
-CALLING = _told_apart(
-    (USER, CALLS, RESULT),
-    (SYSTEM, USER, CALLS, RESULT),
-    (USER, CALLS, RESULT, PLAIN, USER),
-    (USER, CALLS, RESULT, USER),
-    (USER, CALLS, RESULT, CALLS, RESULT, PLAIN, USER, CALLS, RESULT),
-    (USER, CALLS_TWICE, RESULT, RESULT, PLAIN, USER),
-    (SYSTEM, USER, CALLS_TWICE, RESULT, RESULT),
-    (SYSTEM, USER, CALLS_TWICE, RESULT, RESULT, PLAIN, USER),
-    (SYSTEM, USER, PLAIN, USER, CALLS_TWICE, RESULT, RESULT, CALLS, RESULT, USER),
+CALLING = tuple(
+    map(
+        _with_ids,
+        (
+            (USER, CALLS, RESULT),
+            (SYSTEM, USER, CALLS, RESULT),
+            (USER, CALLS, RESULT, PLAIN, USER),
+            (USER, CALLS, RESULT, USER),
+            (USER, CALLS, RESULT, CALLS, RESULT, PLAIN, USER, CALLS, RESULT),
+            (USER, CALLS_TWICE, RESULT, RESULT, PLAIN, USER),
+            (SYSTEM, USER, CALLS_TWICE, RESULT, RESULT),
+            (SYSTEM, USER, CALLS_TWICE, RESULT, RESULT, PLAIN, USER),
+            (SYSTEM, USER, PLAIN, USER, CALLS_TWICE, RESULT, RESULT, CALLS, RESULT, USER),
+        ),
+    )
 )
 TWO_CALLS = _with_ids((USER, CALLS_TWICE, RESULT, RESULT))
 SAYING = _with_ids((USER, SAYS_AND_CALLS, RESULT, RESULT))
-SYSTEMS = _told_apart(
-    (SYSTEM, SYSTEM, USER, PLAIN, USER),
-    (USER, PLAIN, SYSTEM, USER),
-    (SYSTEM, USER, PLAIN, SYSTEM, USER),
-    (USER, SYSTEM),
-    (USER, SYSTEM, USER),
-    (USER, CALLS, RESULT, SYSTEM),
+SYSTEMS = tuple(
+    map(
+        _with_ids,
+        (
+            (SYSTEM, SYSTEM, USER, PLAIN, USER),
+            (USER, PLAIN, SYSTEM, USER),
+            (SYSTEM, USER, PLAIN, SYSTEM, USER),
+            (USER, SYSTEM),
+            (USER, SYSTEM, USER),
+            (USER, CALLS, RESULT, SYSTEM),
+        ),
+    )
 )
 GREETING = (
     (PLAIN, USER),
@@ -151,9 +158,7 @@ IMAGES: dict[RoleName, tuple[tuple[Message, ...], ...]] = {
 # Renders that are kept while a template is probed.
 
 
-_Outcomes: TypeAlias = Callable[
-    [tuple[Message, ...], RenderContext, bool], str | TemplateRenderError
-]
+_Key: TypeAlias = tuple[tuple[Message, ...], RenderContext, bool]
 
 
 class RememberedTemplate(ModelTemplate):
@@ -164,35 +169,30 @@ class RememberedTemplate(ModelTemplate):
     """
 
     def __init__(self, template: ModelTemplate) -> None:
-        """Takes the template."""
         super().__init__(template.source)
         self._template = template
-        self._outcome: _Outcomes = cache(self._outcome_of)
+        self._known: dict[_Key, str | TemplateRenderError] | None = {}
 
     def render(
-        self,
-        messages: Sequence[Message],
-        context: RenderContext,
-        *,
-        generation_prompt: bool = False,
+        self, messages: Messages, context: RenderContext, *, generation_prompt: bool = False
     ) -> str:
         """Returns the text of a conversation. See `ModelTemplate.render`."""
-        known = self._outcome(tuple(messages), context, generation_prompt)
+        if self._known is None:
+            return self._template.render(messages, context, generation_prompt=generation_prompt)
+        key = tuple(messages), context, generation_prompt
+        if key not in self._known:
+            try:
+                self._known[key] = self._template.render(*key[:2], generation_prompt=key[2])
+            except TemplateRenderError as error:
+                self._known[key] = error
+        known = self._known[key]
         if isinstance(known, TemplateRenderError):
             raise TemplateRenderError(str(known)) from known
         return known
 
     def forget(self) -> None:
         """Drops the renders, and keeps none from now on."""
-        self._outcome = self._outcome_of
-
-    def _outcome_of(
-        self, messages: tuple[Message, ...], context: RenderContext, generation_prompt: bool
-    ) -> str | TemplateRenderError:
-        try:
-            return self._template.render(messages, context, generation_prompt=generation_prompt)
-        except TemplateRenderError as error:
-            return error
+        self._known = None
 
 
 # How a template is given system messages that it does not take as they are.
@@ -219,26 +219,16 @@ class SystemRule:
         first = list(takewhile(lambda message: message.role == "system", messages))
         later = list(messages[len(first) :])
         if self.joins_first and len(first) > 1:
-            first = [_joined(first)]
+            whole = first[0]
+            for message in first[1:]:
+                before = whole.content + _BETWEEN if whole.content else ""
+                images = (replace(one, at=one.at + len(before)) for one in message.images)
+                content = before + message.content if message.content else whole.content
+                whole = replace(whole, content=content, images=(*whole.images, *images))
+            first = [whole]
         if self.later_as_user:
             later = [replace(one, role="user") if one.role == "system" else one for one in later]
         return first + later
-
-
-def must_join(template: ModelTemplate, options: RenderContext) -> bool:
-    """Returns whether a template prints one system message at the beginning, but not two."""
-    alone, both = (template.printed((*first, ASKED), options) for first in (_TWO[:1], _TWO))
-    return _TWO[0].content in alone and not all(one.content in both for one in _TWO)
-
-
-def _joined(messages: Sequence[Message]) -> Message:
-    result = messages[0]
-    for message in messages[1:]:
-        before = result.content + _BETWEEN if result.content else ""
-        images = (replace(one, at=one.at + len(before)) for one in message.images)
-        content = before + message.content if message.content else result.content
-        result = replace(result, content=content, images=(*result.images, *images))
-    return result
 
 
 _ESSENTIAL: set[tuple[Place, RoleName]] = {
@@ -298,7 +288,10 @@ def probe(
 def _probe(
     template: ModelTemplate, tokenizer: ModelTokenizer, options: RenderContext, image: str
 ) -> Probed:
-    rule = SystemRule(joins_first=must_join(template, options))
+    # Some templates print one system message at the beginning, but not two.
+    alone, both = (template.printed((*first, ASKED), options) for first in (_TWO[:1], _TWO))
+    prints_two = all(one.content in both for one in _TWO)
+    rule = SystemRule(joins_first=_TWO[0].content in alone and not prints_two)
     try:
         plain = _Probe(template, tokenizer, options, rule)
         found = plain.probed(image)
@@ -353,65 +346,96 @@ class _Probe:
 
     def probed(self, image: str) -> Probed:
         """Probes the template. Call it once."""
-        return Probed(self._profile(image), self._cutter, self._template)
-
-    def _profile(self, image: str) -> TemplateProfile:
-        findings = self._find_system_and_tools()
-        if self._rule.joins_first:
-            findings.add(Finding.JOINS_FIRST_SYSTEM)
-        if self._rule.later_as_user:
-            findings.add(Finding.LATER_SYSTEM_AS_USER)
-        plain = self._all(BASIC) and self._generation_prompt_begins_answers()
-        findings |= self._find_rewrites(plain=plain)
-        self._all(TWICE)
-        self._all(ENDING)
-        self._all(THINKING)
+        cutter, boundaries, bare = self._cutter, self._boundaries, self._bare
+        findings = {
+            finding
+            for finding, is_found in (
+                (Finding.JOINS_FIRST_SYSTEM, self._rule.joins_first),
+                (Finding.LATER_SYSTEM_AS_USER, self._rule.later_as_user),
+                (Finding.HEADERS_END, bool(boundaries.ends.headers)),
+                (Finding.TEXT_AFTER_RESULTS, boundaries.says_after_results),
+            )
+            if is_found
+        }
+        # The beginning of a conversation configures the cutter.
+        if self._render((USER,), bare) == self._render((USER,), self._tools):
+            findings.add(Finding.IGNORES_TOOLS)
+            cutter.ignores_tools = True
+            self._contexts = (bare,)
+        elif '"look_up"' in self._render((USER,), self._tools):
+            whole = self._render((USER, PLAIN, USER, PLAIN, USER), self._tools)
+            if '"look_up"' in whole.rpartition(boundaries.last_end)[2]:
+                findings.add(Finding.REPEATS_TOOLS)
+                cutter.repeats_tools = True
+        whole = self._template.printed((SYSTEM, USER, PLAIN, USER), bare)
+        if SYSTEM.content.strip() in whole.rpartition(boundaries.last_end)[2]:
+            findings.add(Finding.MOVES_SYSTEM)
+            cutter.moves_system = True
+        if _DATE.search(self._template.source):
+            findings.add(Finding.PRINTS_DATE)
+            self._contexts = (replace(bare, now=bare.now + _WEEKS_S), *self._contexts)
+        for context in self._contexts:
+            joined = cutter.find_joined_system(context)
+            cutter.joins_system[bool(context.tools_json)] = joined
+            if joined:
+                findings.add(Finding.SYSTEM_IN_USER)
+        # Earlier answers may be printed differently than they are sampled.
+        plain = self._all(BASIC)
+        asked = self._template.render((USER,), bare, generation_prompt=True)
+        answered = self._render((USER, PLAIN, USER), bare)
+        plain &= answered.startswith(f"{asked}{PLAIN.content}{boundaries.ends.text}")
+        if not (self._all(STRIPPED) and plain):
+            findings.add(Finding.REWRITES_ANSWERS)
+        several = TWO_CALLS if boundaries.says_after_results else SAYING
+        if not self._all((*CALLING, several)):
+            findings.add(Finding.REWRITES_CALLS)
+        if not self._all(SYSTEMS) and not self._rule.later_as_user:
+            findings.add(Finding.MOVES_LATER_SYSTEM)
+        if self._drops_reasoning():
+            findings.add(Finding.DROPS_REASONING)
+        for conversations in (TWICE, ENDING, THINKING):
+            self._all(conversations)
         self._find_greetings()
-        if self._strips():
+        padded = [f"{one}{PLAIN.content}" for one in _WHITESPACE]
+        padded += [f"{PLAIN.content}{one}" for one in _WHITESPACE]
+        answers = (replace(PLAIN, content=one) for one in padded)
+        if any(self._render((USER, one, USER), bare) == answered for one in answers):
             findings.add(Finding.STRIPS_ANSWERS)
-        if self._prints_call_ids():
+        renders: list[str] = []
+        for call in (CALL, replace(CALL, id="other9zq1")):
+            messages = (USER, Message("assistant", "", (call,)), result("x", call))
+            renders.append(self._template.printed(messages, self._contexts[-1]))
+        if all(renders) and renders[0] != renders[1]:
             findings.add(Finding.PRINTS_CALL_IDS)
-        ends, shown = self._boundaries.ends, self._tokenizer.shown
-        if ends.headers:
-            findings.add(Finding.HEADERS_END)
-        if self._boundaries.says_after_results:
-            findings.add(Finding.TEXT_AFTER_RESULTS)
-        image_roles = self._find_image_roles(image) if image else frozenset[RoleName]()
-        self._cutter.image_roles = image_roles
+        if image:
+            cutter.image_roles = frozenset(IMAGES)
+            cutter.image_roles = frozenset(
+                role
+                for role, conversations in IMAGES.items()
+                if all(
+                    self._shows_images(messages, context, image)
+                    for messages in conversations
+                    for context in self._contexts
+                )
+            )
+        ends, shown = boundaries.ends, self._tokenizer.shown
         kind = Kind.APPEND_ONLY_EXCEPT if findings & REWRITING else Kind.APPEND_ONLY
-        return TemplateProfile(
+        profile = TemplateProfile(
             kind if plain else Kind.REWRITES,
             shown(ends.text),
             frozenset(findings),
-            dict(self._cutter.refused),
+            dict(cutter.refused),
             self._counts[_Outcome.EXACT],
             self._counts[_Outcome.KEPT],
             {role: shown(one) for role, one in ends.headers.items()},
             shown(ends.call),
-            image_roles,
+            cutter.image_roles,
             tuple(map(shown, ends.stops)),
         )
-
-    # Questions that a few renders answer.
+        return Probed(profile, cutter, self._template)
 
     def _render(self, messages: tuple[Message, ...], context: RenderContext) -> str:
         return self._template.render(messages, context)
-
-    def _repeats_tools(self) -> bool:
-        first = self._render((USER,), self._tools).count('"look_up"')
-        whole = self._render((USER, PLAIN, USER, PLAIN, USER), self._tools)
-        return first > 0 and '"look_up"' in whole.rpartition(self._boundaries.last_end)[2]
-
-    def _moves_system(self) -> bool:
-        """Returns whether a later user turn prints the first system message."""
-        whole = self._template.printed((SYSTEM, USER, PLAIN, USER), self._bare)
-        return SYSTEM.content.strip() in whole.rpartition(self._boundaries.last_end)[2]
-
-    def _generation_prompt_begins_answers(self) -> bool:
-        """Returns whether an earlier answer is printed as it is sampled."""
-        asked = self._template.render((USER,), self._bare, generation_prompt=True)
-        answered = self._render((USER, PLAIN, USER), self._bare)
-        return answered.startswith(f"{asked}{PLAIN.content}{self._boundaries.ends.text}")
 
     def _drops_reasoning(self) -> bool:
         """Returns whether an answer's reasoning is dropped once another answer follows."""
@@ -426,59 +450,6 @@ class _Probe:
         last = self._template.printed(called, self._contexts[-1])
         earlier = self._template.printed((*called, PLAIN, USER), self._contexts[-1])
         return bool(earlier) and THOUGHT.reasoning in last and THOUGHT.reasoning not in earlier
-
-    def _strips(self) -> bool:
-        """Returns whether some whitespace is stripped from earlier answers."""
-        plain = self._render((USER, PLAIN, USER), self._bare)
-        padded = [f"{one}{PLAIN.content}" for one in _WHITESPACE]
-        padded += [f"{PLAIN.content}{one}" for one in _WHITESPACE]
-        answers = (replace(PLAIN, content=one) for one in padded)
-        return any(self._render((USER, one, USER), self._bare) == plain for one in answers)
-
-    def _prints_call_ids(self) -> bool:
-        """Returns whether the ids of tool calls change the render. Not if it is refused."""
-        renders: list[str] = []
-        for call in (CALL, replace(CALL, id="other9zq1")):
-            result = Message("tool", "x", tool_call_id=call.id, name=call.name)
-            messages = (USER, Message("assistant", "", (call,)), result)
-            renders.append(self._template.printed(messages, self._contexts[-1]))
-        return all(renders) and renders[0] != renders[1]
-
-    def _find_system_and_tools(self) -> set[Finding]:
-        """Examines the beginning of a conversation and configures the cutter."""
-        findings: set[Finding] = set()
-        if self._render((USER,), self._bare) == self._render((USER,), self._tools):
-            findings.add(Finding.IGNORES_TOOLS)
-            self._cutter.ignores_tools = True
-            self._contexts = (self._bare,)
-        elif self._repeats_tools():
-            findings.add(Finding.REPEATS_TOOLS)
-            self._cutter.repeats_tools = True
-        if self._moves_system():
-            findings.add(Finding.MOVES_SYSTEM)
-            self._cutter.moves_system = True
-        if _DATE.search(self._template.source):
-            findings.add(Finding.PRINTS_DATE)
-            self._contexts = (replace(self._bare, now=self._bare.now + _WEEKS_S), *self._contexts)
-        for context in self._contexts:
-            joined = self._cutter.find_joined_system(context)
-            self._cutter.joins_system[bool(context.tools_json)] = joined
-            if joined:
-                findings.add(Finding.SYSTEM_IN_USER)
-        return findings
-
-    def _find_rewrites(self, *, plain: bool) -> set[Finding]:
-        findings: set[Finding] = set()
-        if not (self._all(STRIPPED) and plain):
-            findings.add(Finding.REWRITES_ANSWERS)
-        several = TWO_CALLS if self._boundaries.says_after_results else SAYING
-        if not self._all((*CALLING, several)):
-            findings.add(Finding.REWRITES_CALLS)
-        if not self._all(SYSTEMS) and not self._rule.later_as_user:
-            findings.add(Finding.MOVES_LATER_SYSTEM)
-        if self._drops_reasoning():
-            findings.add(Finding.DROPS_REASONING)
-        return findings
 
     def _all(self, conversations: tuple[tuple[Message, ...], ...]) -> bool:
         """Tries conversations. Returns whether each one's texts equal the complete render.
@@ -498,31 +469,14 @@ class _Probe:
                     exact = False
         return exact
 
-    def _find_image_roles(self, image: str) -> frozenset[RoleName]:
-        """Returns the roles in whose messages every image is printed, in its place."""
-        self._cutter.image_roles = frozenset(IMAGES)
-        return frozenset(
-            role
-            for role, conversations in IMAGES.items()
-            if all(
-                self._shows_images(messages, context, image)
-                for messages in conversations
-                for context in self._contexts
-            )
-        )
-
     def _shows_images(
         self, messages: tuple[Message, ...], context: RenderContext, image: str
     ) -> bool:
         groups = group_messages(messages)
-        try:
-            full = self._template.render(messages, context, generation_prompt=True)
-            outcome, _ = self._compare(groups, context, full)
-            texts = self._cutter.texts(groups, 0, context)
-        except TemplateRenderError:
+        if self._judge(groups, context, whole=True)[0] is _Outcome.REFUSED:
             return False
-        counts = [len(images_of([group])) for group in groups]
-        return outcome is not _Outcome.REFUSED and [one.count(image) for one in texts] == counts
+        texts = self._cutter.texts(groups, 0, context)
+        return [one.count(image) for one in texts] == [len(images_of([one])) for one in groups]
 
     def _find_greetings(self) -> None:
         """Tries conversations that an agent begins. Refuses what differs from the render.
@@ -533,24 +487,21 @@ class _Probe:
         for context in self._contexts:
             before = set(refused)
             for messages in GREETING:
-                self._try_greeting(messages, context)
+                groups = group_messages(messages)
+                order = RefusedOrder(*self._culprit(groups, context))
+                outcome = self._try(groups, context)
+                self._counts[outcome] += 1
+                if outcome is _Outcome.KEPT and not self._is_explained(messages, context):
+                    refused[order] = "later messages change how it is printed"
+                elif outcome is _Outcome.REFUSED and order not in refused:
+                    without = tuple(one for one in messages if one.role != "assistant")
+                    why = self._refusal(messages, context)
+                    if why and not self._refusal(without, context):
+                        refused[order] = why
             if context.tools_json:
                 for order in refused.keys() - before:
                     if order.role and not order.behind_system:
                         refused[order._replace(with_tools=True)] = refused.pop(order)
-
-    def _try_greeting(self, messages: tuple[Message, ...], context: RenderContext) -> None:
-        groups = group_messages(messages)
-        order = RefusedOrder(*self._culprit(groups, context))
-        outcome = self._try(groups, context)
-        self._counts[outcome] += 1
-        if outcome is _Outcome.KEPT and not self._is_explained(messages, context):
-            self._cutter.refused[order] = "later messages change how it is printed"
-        elif outcome is _Outcome.REFUSED and order not in self._cutter.refused:
-            without = tuple(one for one in messages if one.role != "assistant")
-            why = self._refusal(messages, context)
-            if why and not self._refusal(without, context):
-                self._cutter.refused[order] = why
 
     def _refusal(self, messages: tuple[Message, ...], context: RenderContext) -> str:
         """Returns why the template itself refuses a conversation. Empty if it accepts it."""
@@ -646,15 +597,10 @@ class _Probe:
         except TemplateRenderError:
             return _Outcome.REFUSED, ""
         try:
-            return self._compare(groups, context, full)
+            texts = self._cutter.texts(groups, 0, context)
+            texts.append(self._cutter.generation_prompt(groups, context))
         except TemplateRenderError as error:
             return _Outcome.REFUSED, str(error) if whole else ""
-
-    def _compare(
-        self, groups: list[MessageGroup], context: RenderContext, full: str
-    ) -> tuple[_Outcome, str]:
-        texts = self._cutter.texts(groups, 0, context)
-        texts.append(self._cutter.generation_prompt(groups, context))
         ids = np.concatenate([self._encode(text) for text in texts])
         if not np.array_equal(ids, self._encode("".join(texts))):
             return (

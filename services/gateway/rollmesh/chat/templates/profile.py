@@ -1,11 +1,11 @@
 """The result of probing how a chat template renders a growing conversation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from rollmesh.chat.messages import Message, RenderContext, RoleName
-from rollmesh.chat.rendering import AdaptedTemplate, ModelTemplate
+from rollmesh.chat.messages import RenderContext, RoleName
+from rollmesh.chat.rendering import AdaptedTemplate, Messages, ModelTemplate
 from rollmesh.chat.templates.windows import ANY_TOOLS, RefusedOrder, TemplateRefusedError
 
 
@@ -98,14 +98,17 @@ class TemplatePair(ModelTemplate):
         """Takes the templates of requests without tools and with tools."""
         super().__init__(f"{plain.source}\n{tool_use.source}")
         # The second is only rendered with tools: of windows without tools it is given one.
-        self.plain, self.tool_use = plain, AdaptedTemplate(tool_use, _with_tools)
+        self.plain = plain
+        self.tool_use = AdaptedTemplate(
+            tool_use,
+            lambda messages, context: (
+                messages,
+                context if context.tools_json else replace(context, tools_json=ANY_TOOLS),
+            ),
+        )
 
     def render(
-        self,
-        messages: Sequence[Message],
-        context: RenderContext,
-        *,
-        generation_prompt: bool = False,
+        self, messages: Messages, context: RenderContext, *, generation_prompt: bool = False
     ) -> str:
         """Returns the text of a conversation. See `ModelTemplate.render`."""
         return self.of(context).render(messages, context, generation_prompt=generation_prompt)
@@ -113,12 +116,6 @@ class TemplatePair(ModelTemplate):
     def of(self, context: RenderContext) -> ModelTemplate:
         """Returns the template of a request."""
         return self.tool_use if context.tools_json else self.plain
-
-
-def _with_tools(
-    messages: Sequence[Message], context: RenderContext
-) -> tuple[Sequence[Message], RenderContext]:
-    return messages, replace(context, tools_json=context.tools_json or ANY_TOOLS)
 
 
 def joined(plain: TemplateProfile, tooled: TemplateProfile) -> TemplateProfile:

@@ -1,6 +1,7 @@
 """Short conversations that are rendered to find where to cut. A marker stands for one message.
 
-How a template ends answers, and where its model must stop.
+Where the text of a message begins and ends in a template's renders: see `continuation`. How a
+template ends answers, and where its model must stop.
 
 Most templates print one special token after every answer, and their models stop at it. Some differ:
 
@@ -15,16 +16,18 @@ Most templates print one special token after every answer, and their models stop
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 from rollmesh.chat.json_values import is_deeper, is_object
 from rollmesh.chat.messages import Message, MessageGroup, RenderContext, RoleName, ToolCall
-from rollmesh.chat.rendering import ModelTemplate, TemplateRenderError
+from rollmesh.chat.rendering import ModelTemplate, TemplateRenderError, common_prefix
 from rollmesh.chat.tokenizer import ModelTokenizer
 
 Place: TypeAlias = Literal["start", "first system", "system", "user", "assistant", "tool"]
 """The kind of group before it: templates treat the first system message differently."""
 MARKER, FOLLOWED = "mark7zq", "next7zq"
+_CACHED = 64
 _MOST_RENDERED_DEPTH = 24  # templates that print values by macros need some frames for each level
 # Nine letters and digits: the strictest template wants ids of that form.
 CALL = ToolCall("call7probe"[:9], "look_up", '{"key": "value", "limit": 2}')
@@ -78,26 +81,9 @@ def place(groups: Sequence[MessageGroup], at: int) -> Place:
     return "first system" if at == 1 and role == "system" else role
 
 
-def answers_no_call(group: MessageGroup, previous: MessageGroup | None) -> bool:
-    """Returns whether a group is tool results that stand behind no call."""
-    return group[0].role == "tool" and not (previous and previous[0].tool_calls)
-
-
 def result(content: str, call: ToolCall = CALL) -> Message:
     """Returns a result of a call."""
     return Message("tool", content, tool_call_id=call.id, name=call.name)
-
-
-def followers(group: MessageGroup) -> tuple[Message, ...]:
-    """Returns messages to follow an answer: templates print the last answer differently."""
-    message = group[0]
-    if message.role != "assistant":
-        return ()
-    if not message.tool_calls:
-        return (Message("user", FOLLOWED),)
-    return tuple(
-        result("c" if at else FOLLOWED, call) for at, call in enumerate(message.tool_calls)
-    )
 
 
 def readable(calls: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
@@ -106,15 +92,13 @@ def readable(calls: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
     Sampled arguments may not be an object, or may be nested so deeply that a template fails on
     them. The tokens of the session stay as sampled.
     """
-    return tuple(
-        call if _is_plain(call.arguments) else replace(call, arguments="{}") for call in calls
-    )
-
-
-def _is_plain(arguments: str) -> bool:
-    if not arguments.strip():
-        return True
-    return not is_deeper(arguments, _MOST_RENDERED_DEPTH) and is_object(arguments)
+    shown: list[ToolCall] = []
+    for call in calls:
+        text = call.arguments
+        deep = is_deeper(text, _MOST_RENDERED_DEPTH)
+        is_plain = not text.strip() or (not deep and is_object(text))
+        shown.append(call if is_plain else replace(call, arguments="{}"))
+    return tuple(shown)
 
 
 class TemplateRefusedError(Exception):
@@ -135,140 +119,233 @@ class Ends:
     """By role: the token that begins the turn after an answer, if nothing else ends the answer."""
 
 
-def find_ends(template: ModelTemplate, tokenizer: ModelTokenizer, options: RenderContext) -> Ends:
-    """Finds out how a template ends answers.
+class Boundaries:
+    """Where the messages of one template, with one set of options, begin and end in its renders."""
 
-    Raises:
-        TemplateRefusedError: An answer does not end with a special token, or the model stops at one
-            that occurs inside answers.
-    """
-    return _Finder(template, tokenizer, options).find()
-
-
-class _Finder:
     def __init__(
         self, template: ModelTemplate, tokenizer: ModelTokenizer, options: RenderContext
     ) -> None:
-        self._template = template
+        """Finds out how the messages at each place end.
+
+        Raises:
+            TemplateRefusedError: An answer does not end with a special token, or the model stops at
+                one that occurs inside answers.
+        """
+        self.template = template
         self._tokenizer = tokenizer
         self._options = options
+        self._render = lru_cache(_CACHED)(template.render)
+        self.ends = self._find_ends()
+        said = Message("assistant", MARKER, (CALL,))
+        text = self._printed(ASKED, said, result(FOLLOWED))
+        self.says_after_results = 0 <= text.find(FOLLOWED) < text.find(MARKER)
+        """Whether text beside calls is printed after their results."""
+        self.beside_calls = MARKER if text and not self.says_after_results else ""
+        """A text that the template prints before calls. Some templates print none there."""
+        self._leads: dict[Place, str] = {}
+        self._closings: dict[Place, str] = {}
+        self._ends: dict[Place, str] = {}
+        for one in WINDOWS:
+            self._learn(one)
 
-    def find(self) -> Ends:
+    @property
+    def last_end(self) -> str:
+        """The text between the last answer and the user turn after it."""
+        return self.ends.text or self.ends.headers["user"]
+
+    def after(
+        self, before: Place, window: tuple[Message, ...], text: str, options: RenderContext
+    ) -> str:
+        """Returns the text of a render after the last message of its window.
+
+        Raises:
+            TemplateRenderError: The continuation changes how the window is printed.
+        """
+        if before != "assistant":
+            lead = self._leads.get(before)
+            _, found, after = text.partition(MARKER)
+            if lead is None or not found or not after.startswith(lead):
+                raise TemplateRenderError(
+                    f"later messages change how a {before} message is printed"
+                )
+            return after[len(lead) :]
+        # After an answer: the text behind the token that ends it.
+        alone = self._render(window, options)
+        end = self.ends.call if window[-1].tool_calls else self.ends.text
+        # If content is not printed beside calls, the last end token is that of the answer.
+        at = alone.rfind(end, max(alone.find(MARKER), 0))
+        if at >= 0 and text.startswith(alone[: at + len(end)]):
+            return text[at + len(end) :]
+        if self.ends.headers:
+            raise TemplateRenderError("later messages change how an answer is printed")
+        _, found, after = text.partition(MARKER)
+        _, ended, after = after.partition(end)
+        if not found or not ended:
+            raise TemplateRenderError(
+                "the template prints no end of an answer before the next message"
+            )
+        return after
+
+    def without_closing(self, place: Place, group: MessageGroup, text: str) -> str:
+        """Returns a render up to the boundary after its last group, or after its last answer.
+
+        An answer is followed by `FOLLOWED` in the render.
+
+        Raises:
+            TemplateRenderError: The end of the group is not found.
+        """
+        closing = self._closings.get(place)
+        if closing is None:
+            raise TemplateRenderError(f"the template does not print {place} messages")
+        if place == "assistant":
+            end = self.ends.call if group[0].tool_calls else self.ends.text
+            follower = text.rfind(FOLLOWED)
+            at = max(text.rfind(one, 0, follower) for one in self.ends.headers.values() or (end,))
+            if at < 0:
+                raise TemplateRenderError("the template does not end an answer in the history")
+            return text[: at + len(end)]
+        if not text.endswith(self._ends[place]):
+            raise TemplateRenderError(f"a {place} message does not end as others of its kind")
+        return text[: len(text) - len(closing)]
+
+    def _learn(self, place: Place) -> None:
+        """Finds the lead and the closing of a place, unless the template refuses it."""
+        try:
+            alone = self.template.render(WINDOWS[place], self._options)
+        except TemplateRenderError as error:
+            if place == "user":
+                raise TemplateRefusedError(f"user: {error}") from error
+            return
+        _, found, tail = alone.partition(MARKER)
+        if not found:
+            if place == "user":
+                raise TemplateRefusedError("the template does not print a user message unchanged")
+            return
+        if place == "assistant":
+            at = tail.find(self.ends.text)
+            self._leads[place] = self.ends.text
+            self._closings[place] = tail[at + len(self.ends.text) :] if at >= 0 else tail
+            return
+        shared = tail
+        for follower in (FOLLOWERS[place], Message("user", "c")):
+            longer = self._printed(*WINDOWS[place], follower)
+            if not longer:
+                continue
+            common = common_prefix(shared, longer.partition(MARKER)[2])
+            # A role that is printed into the message itself cannot follow. It is refused later.
+            if self._first_special(common) or not self._first_special(tail):
+                shared = common
+        special = self._first_special(shared)
+        lead = shared.partition(special)[0] + special if special else ""
+        self._leads[place], self._closings[place] = lead, tail[len(lead) :]
+        self._ends[place] = special + self._closings[place]
+
+    def _first_special(self, text: str) -> str:
+        """Returns the unmergeable token that ends first in a text. Empty if there is none."""
+        ends = [
+            (at + len(name), name)
+            for name in self._tokenizer.added_texts
+            if (at := text.find(name)) >= 0
+        ]
+        return min(ends, default=(0, ""))[1]
+
+    def _leading_special(self, text: str) -> str | None:
+        fitting = [name for name in self._tokenizer.special_texts if text.startswith(name)]
+        return max(fitting, key=len, default=None)
+
+    def _printed(self, *messages: Message) -> str:
+        return self.template.printed(messages, self._options)
+
+    def _find_ends(self) -> Ends:
         window = (*WINDOWS["assistant"], FOLLOWERS["assistant"])
         try:
-            text = self._render(window)
+            text = self.template.render(window, self._options)
         except TemplateRenderError as error:
-            remedy = self._remedy(window)
+            remedy = ""
+            if self.template.printed(window, replace(self._options, tools_json=ANY_TOOLS)):
+                remedy = (
+                    "; the template renders conversations with tools only: put it into "
+                    "additional_chat_templates/tool_use.jinja, beside one for all others"
+                )
             raise TemplateRefusedError(f"user, assistant, user: {error}{remedy}") from error
         _, found, tail = text.partition(MARKER)
         if not found:
             raise TemplateRefusedError("the template does not print an answer unchanged")
-        alone = self._render(WINDOWS["assistant"]).partition(MARKER)[2]
+        window = WINDOWS["assistant"]
+        alone = self.template.render(window, self._options).partition(MARKER)[2]
         if not alone and self._leading_special(tail) is not None:
-            headers = self._headers()
-            return Ends(
-                "", "", tuple(h for role, h in headers.items() if role != "assistant"), headers
-            )
+            headers = self._find_headers()
+            stops = tuple(one for role, one in headers.items() if role != "assistant")
+            return Ends("", "", stops, headers)
         end, last = (self._leading_special(text.lstrip()) for text in (tail, alone))
-        if end is not None and last is None and end not in self._render((ASKED,)):
+        if end is not None and last is None and end not in self._printed(ASKED):
             last = end  # the template does not end the last answer
         if end is None or last is None:
             raise TemplateRefusedError(
                 f"an answer has no end token of its own: it is followed by {tail[:20]!r}"
             )
-        inside = self._inside()
+        names, shown = self._tokenizer.special_texts, self._tokenizer.shown
+        stop_ids = self._tokenizer.stop_ids
+        known = {name for name in names if self._tokenizer.special_id(name) in stop_ids}
+        inside = self._find_inside()
         lasts = [last if end in inside else end]
         if end == last and end in inside:
-            printed = self._end_outside(common_prefix(tail, alone), inside)
-            lasts = [printed] if printed else self._known_stops(end, inside)
-            end = printed or end
-        call = self._call_end(end)
-        stops = (*lasts, call)
-        self._check(stops, inside)
-        return Ends(end, call, tuple(dict.fromkeys(stops)))
-
-    def _remedy(self, window: tuple[Message, ...]) -> str:
-        """Returns the remedy for a template that does not render a window. Empty if unknown."""
-        if not self._template.printed(window, replace(self._options, tools_json=ANY_TOOLS)):
-            return ""
-        return (
-            "; the template renders conversations with tools only: put it into "
-            "additional_chat_templates/tool_use.jinja, beside one for all others"
-        )
-
-    def _end_outside(self, tail: str, inside: str) -> str:
-        """Returns the first special token of an answer's end that is not printed inside answers.
-
-        It is empty if there is none.
-        """
-        names = (name for name in self._tokenizer.special_texts if name in tail)
-        return min((name for name in names if name not in inside), key=tail.find, default="")
-
-    def _known_stops(self, end: str, inside: str) -> list[str]:
-        """Returns where the model is known to stop, if the history ends answers as their parts."""
-        stops = sorted(name for name in self._stops() if name not in inside)
-        if not stops:
-            raise TemplateRefusedError(
-                f"the template ends an answer with {self._tokenizer.shown(end)}, which it also "
-                "prints inside answers, so the end of an answer is not known; name the tokens at "
-                "which the model stops as eos_token_id in generation_config.json"
-            )
-        return stops
-
-    def _stops(self) -> set[str]:
-        return {
-            name
-            for name in self._tokenizer.special_texts
-            if self._tokenizer.special_id(name) in self._tokenizer.stop_ids
-        }
-
-    def _check(self, stops: tuple[str, ...], inside: str) -> None:
-        """Checks that no token at which the model stops is printed inside answers."""
-        known = self._stops()
+            # The history ends answers as their parts. Another token may follow that of the part.
+            both = common_prefix(tail, alone)
+            printed = [name for name in names if name in both and name not in inside]
+            lasts = sorted(name for name in known if name not in inside)
+            if printed:
+                end = min(printed, key=both.find)
+                lasts = [end]
+            elif not lasts:
+                raise TemplateRefusedError(
+                    f"the template ends an answer with {shown(end)}, which it also prints inside "
+                    "answers, so the end of an answer is not known; name the tokens at which the "
+                    "model stops as eos_token_id in generation_config.json"
+                )
+        call = self._find_call_end(end, known)
+        stops = tuple(dict.fromkeys((*lasts, call)))
         for stop in sorted({*stops, *known}):
             if stop in inside:
                 remedy = "; remove it from eos_token_id in generation_config.json"
                 raise TemplateRefusedError(
-                    f"the model stops at {self._tokenizer.shown(stop)}, which the template prints "
-                    "inside answers, so the text after it would never be sampled"
-                    f"{remedy if stop in known else ''}"
+                    f"the model stops at {shown(stop)}, which the template prints inside answers, "
+                    f"so the text after it would never be sampled{remedy if stop in known else ''}"
                 )
+        return Ends(end, call, stops)
 
-    def _inside(self) -> str:
+    def _find_inside(self) -> str:
         """Returns the template's text between the parts of one answer: never its end."""
-        call = ToolCall(CALL.id, CALL.name, f'{{"key": "{FOLLOWED}"}}')
-        answers = (
+        call = replace(CALL, arguments=f'{{"key": "{FOLLOWED}"}}')
+        between = ""
+        for messages in (
             (Message("assistant", MARKER, (call,)), result("c")),
             (Message("assistant", FOLLOWED, reasoning=MARKER),),
-        )
-        between: list[str] = []
-        for messages in answers:
-            _, _, after = self._printed((ASKED, *messages)).partition(MARKER)
+        ):
+            after = self._printed(ASKED, *messages).partition(MARKER)[2]
             inner, found, _ = after.partition(FOLLOWED)
-            between.append(inner if found else "")
-        return "".join(between)
+            between += inner if found else ""
+        return between
 
-    def _call_end(self, end: str) -> str:
+    def _find_call_end(self, end: str, known: set[str]) -> str:
         """Returns the end of an answer with calls.
 
-        Where it differs from the end of other answers, it is a token at which the model stops, or
-        else the last one that the template prints after a call which no result follows yet.
+        Where it differs from the end of other answers, it is one of `known`, at which the model
+        stops, or else the last one that the template prints after a call without a result.
         """
-        call = ToolCall(CALL.id, CALL.name, f'{{"key": "{MARKER}"}}')
-        window = (ASKED, Message("assistant", "", (call,)))
-        text = self._printed((*window, result(FOLLOWED)))
+        call = replace(CALL, arguments=f'{{"key": "{MARKER}"}}')
+        window = (ASKED, replace(CALLED, tool_calls=(call,)))
+        text = self._printed(*window, result(FOLLOWED))
         between, printed, _ = text.partition(MARKER)[2].partition(FOLLOWED)
         if not printed or end in between:
             return end
-        stops = {name for name in self._stops() if name in between}
-        if stops:
+        if stops := [name for name in known if name in between]:
             return min(stops, key=between.find)
-        alone = self._printed(window)
+        alone = self._printed(*window)
         names = [name for name in self._tokenizer.special_texts if alone.endswith(name)]
-        last = max(names, key=len, default=end)
-        return last if text.startswith(alone) else end
+        return max(names, key=len, default=end) if text.startswith(alone) else end
 
-    def _headers(self) -> dict[RoleName, str]:
+    def _find_headers(self) -> dict[RoleName, str]:
         """Returns what begins the turns after answers, which may be sampled as their end."""
         headers: dict[RoleName, str] = {}
         said, called = WINDOWS["assistant"], (ASKED, CALLED)
@@ -276,43 +353,17 @@ class _Finder:
             "user": said,
             "system": said,
             "tool": called,
+            "assistant": said,
         }
         for role, window in windows.items():
-            then = Message(role, "c", tool_call_id=CALL.id, name=CALL.name)
-            header = self._header(window, (*window, then), generation_prompt=False)
+            alone = self._printed(*window)
+            if role == "assistant":
+                longer = self.template.printed(window, self._options, generation_prompt=True)
+            else:
+                then = Message(role, "c", tool_call_id=CALL.id, name=CALL.name)
+                longer = self._printed(*window, then)
+            begun = bool(alone) and longer.startswith(alone)
+            header = self._leading_special(longer[len(alone) :]) if begun else None
             if header is not None:
                 headers[role] = header
-        header = self._header(said, said, generation_prompt=True)
-        if header is not None:
-            headers["assistant"] = header
         return headers
-
-    def _header(
-        self,
-        window: tuple[Message, ...],
-        messages: tuple[Message, ...],
-        *,
-        generation_prompt: bool,
-    ) -> str | None:
-        alone = self._printed(window)
-        longer = self._template.printed(
-            messages, self._options, generation_prompt=generation_prompt
-        )
-        begun = bool(alone) and longer.startswith(alone)
-        return self._leading_special(longer[len(alone) :]) if begun else None
-
-    def _printed(self, messages: tuple[Message, ...]) -> str:
-        return self._template.printed(messages, self._options)
-
-    def _leading_special(self, text: str) -> str | None:
-        fitting = [name for name in self._tokenizer.special_texts if text.startswith(name)]
-        return max(fitting, key=len, default=None)
-
-    def _render(self, messages: tuple[Message, ...]) -> str:
-        return self._template.render(messages, self._options)
-
-
-def common_prefix(one: str, other: str) -> str:
-    """Returns the text with which both texts begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]

@@ -40,7 +40,9 @@ def unpack_ids(data: bytes, field: str) -> TokenIds:
     Raises:
         InvalidFieldError: The length is not a multiple of 4. Names `field`.
     """
-    return np.frombuffer(_whole(data, field), dtype=_U32)
+    if len(data) % 4:
+        raise _not_whole(data, field)
+    return np.frombuffer(data, dtype=_U32)
 
 
 def unpack_logprobs(data: bytes, field: str) -> Logprobs:
@@ -49,7 +51,9 @@ def unpack_logprobs(data: bytes, field: str) -> Logprobs:
     Raises:
         InvalidFieldError: The length is not a multiple of 4. Names `field`.
     """
-    return np.frombuffer(_whole(data, field), dtype=_F32)
+    if len(data) % 4:
+        raise _not_whole(data, field)
+    return np.frombuffer(data, dtype=_F32)
 
 
 def wrong_logprob(logprobs: Logprobs) -> int | None:
@@ -91,15 +95,10 @@ def unpack_tokens(
             raise InvalidFieldError(
                 f"{field}.{name}", f"has {size} bytes; {count} tokens by the mask need {4 * count}"
             )
-    return (
-        unpack_ids(tokens.token_ids_u32le, f"{field}.token_ids_u32le"),
-        unpack_logprobs(tokens.logprobs_f32le, f"{field}.logprobs_f32le"),
-        loss_mask,
-    )
+    ids, logprobs = tokens.token_ids_u32le, tokens.logprobs_f32le
+    return np.frombuffer(ids, dtype=_U32), np.frombuffer(logprobs, dtype=_F32), loss_mask
 
 
-def _whole(data: bytes, field: str) -> bytes:
-    if len(data) % 4:
-        text = f"has {len(data)} bytes, not a multiple of 4; send 4 little-endian bytes each"
-        raise InvalidFieldError(field, text)
-    return data
+def _not_whole(data: bytes, field: str) -> InvalidFieldError:
+    text = f"has {len(data)} bytes, not a multiple of 4; send 4 little-endian bytes each"
+    return InvalidFieldError(field, text)

@@ -5,6 +5,7 @@ of a kind have one shape, or different lengths.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,6 +24,7 @@ KINDS = {"sampling_support": SUPPORT, "routed_experts": EXPERTS}
 _LENGTH = np.dtype("<u4")
 _VALUES = {size: np.dtype(f"<u{size}") for size in (1, 2, 4)}
 _MOST_ROW_VALUES = 2**16
+_same = attrgetter("kind", "value_bytes", "row_shape", "engine_id", "numerics_id")
 
 
 class Ragged(NamedTuple):
@@ -124,12 +126,22 @@ def support_column(start: int, rows: Sequence[NDArray[np.unsignedinteger[Any]]])
     """
     lengths = np.array([len(row) for row in rows], _LENGTH)
     data = b"".join([lengths.tobytes(), *(row.astype("<u4").tobytes() for row in rows)])
-    return _ragged(TokenColumn(kind=SUPPORT, start=start, rows=len(rows), value_bytes=4), data)
+    return _piece(TokenColumn(kind=SUPPORT, value_bytes=4), start, len(rows), data)
 
 
-def _ragged(column: TokenColumn, data: bytes) -> TokenColumn:
-    column.data, column.data_bytes = data, len(data)
-    return column
+def _piece(like: TokenColumn, start: int, rows: int, data: bytes) -> TokenColumn:
+    """Returns rows of a column of the same kind, shape and engine."""
+    return TokenColumn(
+        kind=like.kind,
+        start=start,
+        rows=rows,
+        row_shape=like.row_shape,
+        value_bytes=like.value_bytes,
+        engine_id=like.engine_id,
+        numerics_id=like.numerics_id,
+        data=data,
+        data_bytes=len(data),
+    )
 
 
 def rows_between(columns: Iterable[TokenColumn], start: int, end: int) -> Iterator[TokenColumn]:
@@ -141,15 +153,6 @@ def rows_between(columns: Iterable[TokenColumn], start: int, end: int) -> Iterat
         if (first, last) == (0, one.rows):
             yield one
             continue
-        part = TokenColumn(
-            kind=one.kind,
-            start=one.start + first,
-            rows=last - first,
-            row_shape=one.row_shape,
-            value_bytes=one.value_bytes,
-            engine_id=one.engine_id,
-            numerics_id=one.numerics_id,
-        )
         if one.row_shape:
             row = len(one.data) // one.rows
             data = one.data[first * row : last * row]
@@ -157,7 +160,7 @@ def rows_between(columns: Iterable[TokenColumn], start: int, end: int) -> Iterat
             values, offsets = ragged_of(one)
             kept = values[offsets[first] : offsets[last]]
             data = one.data[4 * first : 4 * last] + kept.tobytes()
-        yield _ragged(part, data)
+        yield _piece(one, one.start + first, last - first, data)
 
 
 def joined(columns: Iterable[TokenColumn]) -> list[TokenColumn]:
@@ -165,43 +168,21 @@ def joined(columns: Iterable[TokenColumn]) -> list[TokenColumn]:
     runs: list[list[TokenColumn]] = []
     for one in sorted(columns, key=lambda one: (one.kind, one.start)):
         last = runs[-1][-1] if runs else None
-        if last is not None and _is_next(last, one):
+        is_next = last is not None and last.start + last.rows == one.start
+        if last is not None and is_next and _same(last) == _same(one):
             runs[-1].append(one)
         else:
             runs.append([one])
-    return [_merged(run) for run in runs]
-
-
-def _is_next(last: TokenColumn, one: TokenColumn) -> bool:
-    return (
-        last.kind == one.kind
-        and last.start + last.rows == one.start
-        and last.value_bytes == one.value_bytes
-        and last.row_shape == one.row_shape
-        and last.engine_id == one.engine_id
-        and last.numerics_id == one.numerics_id
-    )
-
-
-def _merged(run: list[TokenColumn]) -> TokenColumn:
-    if len(run) == 1:
-        return run[0]
-    first = run[0]
-    if first.row_shape:
-        data = b"".join([one.data for one in run])
-    else:
-        lengths = [one.data[: 4 * one.rows] for one in run]
-        data = b"".join([*lengths, *(one.data[4 * one.rows :] for one in run)])
-    merged = TokenColumn(
-        kind=first.kind,
-        start=first.start,
-        rows=sum(one.rows for one in run),
-        row_shape=first.row_shape,
-        value_bytes=first.value_bytes,
-        engine_id=first.engine_id,
-        numerics_id=first.numerics_id,
-    )
-    return _ragged(merged, data)
+    for at, run in enumerate(runs):
+        if len(run) == 1:
+            continue
+        first, parts = run[0], [one.data for one in run]
+        if not first.row_shape:
+            parts = [one.data[: 4 * one.rows] for one in run]
+            parts += [one.data[4 * one.rows :] for one in run]
+        rows = sum(one.rows for one in run)
+        runs[at] = [_piece(first, first.start, rows, b"".join(parts))]
+    return [run[0] for run in runs]
 
 
 def bounded(columns: Iterable[TokenColumn], size: int) -> Iterator[TokenColumn]:

@@ -1,7 +1,6 @@
 """Enum numbers on the wire, including numbers that only a newer peer knows."""
 
 import base64
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,8 +9,6 @@ from google.protobuf.message import Message
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import chat_pb2, session_pb2
-
-_UNSPECIFIED = "UNSPECIFIED"
 
 
 def name_of(enum: EnumDescriptor, number: int) -> str:
@@ -22,40 +19,19 @@ def name_of(enum: EnumDescriptor, number: int) -> str:
     value = enum.values_by_number.get(number)
     if value is None:
         return f"UNKNOWN_{number}"
-    return value.name.removeprefix(_prefix(enum))
+    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return str(value.name.removeprefix(prefix))
 
 
-@cache
-def _prefix(enum: EnumDescriptor) -> str:
-    """Returns the common prefix of the names: the name of 0 without UNSPECIFIED."""
-    return str(enum.values_by_number[0].name.removesuffix(_UNSPECIFIED))
+class _Field(NamedTuple):
+    """A field that is an enum, or a message with enums inside."""
 
-
-class _Enum(NamedTuple):
-    """An enum field."""
-
-    field: str
+    name: str
     repeated: bool
     enum: str
+    """Name of the enum. Empty for a message."""
     numbers: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The enum fields of a message type. Message fields without enums are skipped."""
-
-    enums: tuple[_Enum, ...]
-    inner: "tuple[tuple[str, bool, _Plan], ...]"
-    """Message fields: name, whether repeated, and the plan of the message type."""
-
-
-class _UnknownNumberError(Exception):
-    """An enum number is unknown. `path` grows from the field outwards."""
-
-    def __init__(self, field: str, number: int, enum: str) -> None:
-        super().__init__(field)
-        self.path = field
-        self.problem = f"{number} is not a {enum} known to this release; is the sender newer?"
+    inner: "tuple[_Field, ...]"
 
 
 def check_enums(message: Message) -> None:
@@ -67,45 +43,40 @@ def check_enums(message: Message) -> None:
     Raises:
         InvalidFieldError: Names the field and the number.
     """
-    try:
-        _check(message, _plan(message.DESCRIPTOR))
-    except _UnknownNumberError as error:
-        raise InvalidFieldError(error.path, error.problem) from None
+    if (found := _unknown(message, _fields(message.DESCRIPTOR))) is not None:
+        raise InvalidFieldError(*found)
 
 
-def _check(message: Any, plan: _Plan) -> None:
-    for field, repeated, enum, numbers in plan.enums:
-        value = getattr(message, field)
-        found = value if repeated else (value,)
-        if found and not numbers.issuperset(found):
-            number = next(number for number in found if number not in numbers)
-            raise _UnknownNumberError(field, number, enum)
-    for field, repeated, inner in plan.inner:
-        at = 0
-        try:
-            if repeated:
-                for at, part in enumerate(getattr(message, field)):  # noqa: B007 - used in the path
-                    _check(part, inner)
-            elif message.HasField(field):
-                _check(getattr(message, field), inner)
-        except _UnknownNumberError as error:
-            error.path = f"{field}[{at}].{error.path}" if repeated else f"{field}.{error.path}"
-            raise
+def _unknown(message: Any, fields: tuple[_Field, ...]) -> tuple[str, str] | None:
+    """Returns the path of the first number that is unknown, and the problem."""
+    for name, repeated, enum, numbers, inner in fields:
+        if enum:
+            value = getattr(message, name)
+            found = value if repeated else (value,)
+            if found and not numbers.issuperset(found):
+                number = next(number for number in found if number not in numbers)
+                return name, f"{number} is not a {enum} known to this release; is the sender newer?"
+        elif repeated:
+            for at, part in enumerate(getattr(message, name)):
+                if (wrong := _unknown(part, inner)) is not None:
+                    return f"{name}[{at}].{wrong[0]}", wrong[1]
+        elif message.HasField(name) and (wrong := _unknown(getattr(message, name), inner)):
+            return f"{name}.{wrong[0]}", wrong[1]
+    return None
 
 
 @cache
-def _plan(descriptor: Descriptor) -> _Plan:
-    enums: list[_Enum] = []
-    inner: list[tuple[str, bool, _Plan]] = []
+def _fields(descriptor: Descriptor) -> tuple[_Field, ...]:
+    """Returns the fields of a message type that are looked at, enums first."""
+    enums: list[_Field] = []
+    messages: list[_Field] = []
     for field in descriptor.fields:
-        if field.enum_type is not None:
-            numbers = frozenset(value.number for value in field.enum_type.values)
-            enums.append(_Enum(field.name, field.is_repeated, field.enum_type.name, numbers))
-        elif field.message_type is not None:
-            plan = _plan(field.message_type)
-            if plan.enums or plan.inner:
-                inner.append((field.name, field.is_repeated, plan))
-    return _Plan(tuple(enums), tuple(inner))
+        name, repeated, enum = field.name, field.is_repeated, field.enum_type
+        if enum is not None:
+            enums.append(_Field(name, repeated, enum.name, frozenset(enum.values_by_number), ()))
+        elif field.message_type is not None and (inner := _fields(field.message_type)):
+            messages.append(_Field(name, repeated, "", frozenset(), inner))
+    return (*enums, *messages)
 
 
 # Messages as tools print them, and as text.

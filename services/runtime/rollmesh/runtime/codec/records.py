@@ -33,10 +33,26 @@ def check_session(record: session_pb2.SessionRecord, path: str) -> None:
         if trajectory.session_id != record.session_id:
             raise InvalidFieldError(f"{field}.session_id", "is another session's")
         seen.add(trajectory.trajectory_id)
+        _check_finite(f"{field}.reward", trajectory.reward)
+        count = _check_tokens(trajectory.tokens, f"{field}.tokens")
         if record.capture in {session_pb2.CAPTURE_LOGPROBS, session_pb2.CAPTURE_TEXT}:
-            _check_text(trajectory, field)
+            if count:
+                raise InvalidFieldError(
+                    f"{field}.tokens", "are given, and the session captures none"
+                )
+            for nth, segment in enumerate(trajectory.segments):
+                if segment.end:
+                    raise InvalidFieldError(f"{field}.segments[{nth}]", "has tokens")
         else:
-            _check_trajectory(trajectory, field)
+            if not count or trajectory.prompt_tokens > count:
+                raise InvalidFieldError(f"{field}.prompt_tokens", f"does not fit {count} tokens")
+            _check_versions(trajectory.version_spans, count, f"{field}.version_spans")
+            covered = _check_runs(trajectory.segments, count, f"{field}.segments")
+            check_columns(trajectory.columns, f"{field}.columns", count)
+            if covered != count:
+                raise InvalidFieldError(f"{field}.segments", f"do not cover the {count} tokens")
+        for nth, segment in enumerate(trajectory.segments):
+            _check_reward(segment, f"{field}.segments[{nth}]")
     known = _check_images(record.images, f"{path}.images")
     for at, trajectory in enumerate(record.trajectories):
         _check_shown(trajectory, known, f"{path}.trajectories[{at}]")
@@ -67,30 +83,6 @@ def _check_messages(record: session_pb2.SessionRecord, path: str) -> None:
         if node.HasField("context_index") and node.context_index >= len(record.contexts):
             raise InvalidFieldError(f"{field}.context_index", "is beyond the contexts")
         seen.add(node.node_id)
-
-
-def _check_trajectory(trajectory: trajectory_pb2.Trajectory, field: str) -> None:
-    _check_finite(f"{field}.reward", trajectory.reward)
-    count = _check_tokens(trajectory.tokens, f"{field}.tokens")
-    if not count or trajectory.prompt_tokens > count:
-        raise InvalidFieldError(f"{field}.prompt_tokens", f"does not fit {count} tokens")
-    _check_versions(trajectory.version_spans, count, f"{field}.version_spans")
-    end = _check_runs(trajectory.segments, count, f"{field}.segments")
-    check_columns(trajectory.columns, f"{field}.columns", count)
-    if end != count or sum(s.end - s.start for s in trajectory.segments) != count:
-        raise InvalidFieldError(f"{field}.segments", f"do not cover the {count} tokens")
-    for at, segment in enumerate(trajectory.segments):
-        _check_reward(segment, f"{field}.segments[{at}]")
-
-
-def _check_text(trajectory: trajectory_pb2.Trajectory, field: str) -> None:
-    _check_finite(f"{field}.reward", trajectory.reward)
-    if _check_tokens(trajectory.tokens, f"{field}.tokens"):
-        raise InvalidFieldError(f"{field}.tokens", "are given, and the session captures none")
-    for at, segment in enumerate(trajectory.segments):
-        if segment.end:
-            raise InvalidFieldError(f"{field}.segments[{at}]", "has tokens")
-        _check_reward(segment, f"{field}.segments[{at}]")
 
 
 def _check_tree(tree: trajectory_pb2.TrajectoryTree, field: str) -> None:
@@ -185,13 +177,14 @@ def _check_versions(spans: Sequence[sampling_pb2.VersionSpan], count: int, field
 
 
 def _check_runs(runs: object, count: int, field: str) -> int:
-    """Checks that runs ascend within `count` tokens and returns the end of the last one."""
-    end = 0
+    """Checks that runs ascend within `count` tokens and returns how many tokens they cover."""
+    end = covered = 0
     for run in runs:  # type: ignore[attr-defined]  # spans and segments alike
         if not end <= run.start < run.end <= count:
             raise InvalidFieldError(field, f"{run.start} to {run.end} overlaps or is out of range")
         end = run.end
-    return end
+        covered += run.end - run.start
+    return covered
 
 
 # Session rewards: the same rules for closing a session, for later rewards and for scorers.

@@ -124,8 +124,10 @@ class ImageDecoders:
     async def _ask(
         self, child: Child, data: bytes, field: str, *, pixels: bool
     ) -> DecodedImage | InvalidImageError:
+        head = json.dumps({"size": len(data), "pixels": pixels}).encode() + b"\n"
         try:
-            answer = await _exchange(child, data, pixels=pixels)
+            await child.send(head + data)
+            answer: dict[str, Any] = json.loads(await child.stdout.readline())  # empty at its end
             if "problem" in answer:
                 return InvalidImageError(field, answer["problem"])
             size = answer["width"], answer["height"]
@@ -158,22 +160,6 @@ class ImageDecoders:
 
 def _busy(problem: str) -> OverloadedError:
     return OverloadedError(f"{problem}; try again", retry_delay_ms=_RETRY_MS)
-
-
-async def _exchange(child: Child, data: bytes, *, pixels: bool) -> dict[str, Any]:
-    """Sends an image and returns the line of the answer.
-
-    Raises:
-        OSError: The process ended.
-        ValueError: It said something else.
-    """
-    head = json.dumps({"size": len(data), "pixels": pixels}).encode() + b"\n"
-    await child.send(head + data)
-    line = await child.stdout.readline()
-    if not line:
-        raise BrokenPipeError
-    answer: dict[str, Any] = json.loads(line)
-    return answer
 
 
 def _is_over(child: Child) -> bool:

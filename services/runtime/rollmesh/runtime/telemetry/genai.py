@@ -4,7 +4,7 @@ Live spans and those of stored sessions are made of the same functions, so that 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.runs import run_of, version_of
@@ -36,6 +36,10 @@ FIRST_TOKENS = "rollmesh.first_tokens"
 ENGINE_LOST, MIGRATION = "rollmesh.engine_lost", "rollmesh.migration"
 """Events."""
 _PROVIDER = "rollmesh"
+_Parameter: TypeAlias = Literal[
+    "temperature", "top_p", "top_k", "max_tokens", "seed", "frequency_penalty", "presence_penalty"
+]
+_PARAMETERS: tuple[_Parameter, ...] = get_args(_Parameter)
 
 
 def operation(name: str, session_id: str, model: str) -> dict[str, Any]:
@@ -74,12 +78,9 @@ def request(
     """Returns the parameters of a request, those that are set."""
     found: dict[str, Any] = {
         f"gen_ai.request.{name}": getattr(sampling, name)
-        for name in ("temperature", "top_p", "top_k", "max_tokens", "seed")
+        for name in _PARAMETERS
         if sampling.HasField(name)
     }
-    for name in ("frequency_penalty", "presence_penalty"):
-        if sampling.HasField(name):
-            found[f"gen_ai.request.{name}"] = getattr(sampling, name)
     return found | {
         "gen_ai.request.stop_sequences": list(stops) or None,
         "gen_ai.request.stream": stream,
@@ -130,9 +131,7 @@ def moved(engine_id: str, kept_tokens: int) -> dict[str, Any]:
 
 
 def training(
-    reasons: Iterable[int],
-    lineage: int | None,
-    request_ids: Sequence[str],
+    reasons: Iterable[int], lineage: int | None, request_ids: Sequence[str]
 ) -> dict[str, Any]:
     """Returns the facts of a turn for a trainer."""
     enum, of_lineage = trajectory_pb2.FidelityReason.DESCRIPTOR, trajectory_pb2.Lineage.DESCRIPTOR

@@ -37,7 +37,7 @@ class ChannelParser(StepParser):
     """Turns one answer's text into events. `_held` is text not yet emitted."""
 
     def __init__(self, ends: tuple[str, ...], opens: tuple[str, ...] = (MESSAGE,)) -> None:
-        """Takes what ends a message, and what opens its body."""
+        """Takes the delimiters behind a message, and those in front of its body."""
         super().__init__()
         self._ends, self._opens = ends, opens
         self._kind: Kind | None = None  # None while a header is read
@@ -116,7 +116,7 @@ class WholeCallsParser(ChannelParser):
     def __init__(
         self, schemas: Schemas, ends: tuple[str, ...], opens: tuple[str, ...] = (MESSAGE,)
     ) -> None:
-        """Takes the schemas of the tools, what ends a message, and what opens its body."""
+        """Takes the schemas of the tools. See `ChannelParser` for the delimiters."""
         super().__init__(ends, opens)
         self._schemas = schemas
         self._body: list[str] = []  # the text so far of a message with calls
@@ -150,9 +150,8 @@ class HarmonyParser(ChannelParser):
     """Turns one answer's text into events."""
 
     def __init__(self, names: Set[str]) -> None:
-        """Takes the names of the known tools."""
         super().__init__(_ENDS)
-        self._names = names
+        self._names = names  # of the known tools
 
     def _is_header(self, text: str) -> bool:
         return text.strip().startswith(("<|start|>", "<|channel|>"))

@@ -44,10 +44,7 @@ class GemmaParser(StepParser):
     """Turns one answer's text into events. `_held` is text not yet emitted."""
 
     def __init__(self, schemas: Schemas, *, inside_reasoning: bool = False) -> None:
-        """Begins an empty answer.
-
-        `inside_reasoning` says whether the generation prompt has opened the channel.
-        """
+        """Takes the schemas, and whether the generation prompt has opened the reasoning."""
         super().__init__()
         self._schemas = schemas
         self._state = "label" if inside_reasoning else "text"

@@ -158,10 +158,9 @@ class ObjectCallParser(StepParser):
     """
 
     def __init__(self, format_: ObjectFormat, names: Set[str]) -> None:
-        """Takes the format, and the names of the known tools."""
         super().__init__()
         self._format = format_
-        self._names = names
+        self._names = names  # of the known tools
         self._outside = (format_.open, *format_.around)
         self._state = _State.TEXT
         self._opened = ""  # the delimiter or the whitespace in front of a call

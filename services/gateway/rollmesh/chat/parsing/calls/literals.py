@@ -15,7 +15,6 @@ class LiteralReader:
     """The position in a text. Whitespace between values and delimiters is skipped."""
 
     def __init__(self, source: str, at: int = 0) -> None:
-        """Takes the text and the index to begin at."""
         self._source = source
         self._at = at
         self._depth = 0

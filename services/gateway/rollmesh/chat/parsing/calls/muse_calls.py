@@ -44,7 +44,6 @@ class MuseParser(WholeCallsParser):
     """Turns one answer's text into events."""
 
     def __init__(self, schemas: Schemas) -> None:
-        """Takes the schemas of the tools."""
         super().__init__(schemas, _BREAKS)
 
     def _is_header(self, text: str) -> bool:

@@ -78,9 +78,17 @@ class _Reader(LiteralReader):
         if self.stands("["):
             return [self._value() for _ in self.entries("[", "]")]
         if self.stands("("):
-            return self._tuple()
+            items = [self._value() for _ in self.entries("(", ")")]
+            if len(items) == 1 and self._source[: self._at - 1].rstrip()[-1:] != ",":
+                raise NoLiteralError  # in brackets, no tuple
+            return items
         if self.stands("{"):
-            return self._dict()
+            found: dict[str, Any] = {}
+            for _ in self.entries("{", "}"):
+                key = self._string()
+                self.take_delimiter(":")
+                found[key] = self._value()
+            return found
         char = self._source[self._at : self._at + 1]
         if not (char.isascii() and char.isalpha()):
             return _number(self.take(_NUMBER))
@@ -88,20 +96,6 @@ class _Reader(LiteralReader):
         if word not in _WORDS:
             raise NoLiteralError
         return _WORDS[word]
-
-    def _tuple(self) -> list[Any]:
-        found = [self._value() for _ in self.entries("(", ")")]
-        if len(found) == 1 and self._source[: self._at - 1].rstrip()[-1:] != ",":
-            raise NoLiteralError  # in brackets, no tuple
-        return found
-
-    def _dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for _ in self.entries("{", "}"):
-            key = self._string()
-            self.take_delimiter(":")
-            found[key] = self._value()
-        return found
 
     def _string(self) -> str:
         """Takes a string, and those that follow it directly: Python joins them."""
@@ -207,11 +201,10 @@ class PythonicCallParser(StepParser):
     """
 
     def __init__(self, format_: PythonicFormat, names: Set[str]) -> None:
-        """Takes the format, and the names of the known tools."""
         super().__init__()
         self._delimiters = format_.delimiters
         self._delimiter = format_.open
-        self._names = names
+        self._names = names  # of the known tools
         self._state = _State.HEAD
         self._opened = ""  # what stands in front of the first call, until there is one
         self._refused = False  # the last entry of the list is text

@@ -37,7 +37,6 @@ class SolarParser(WholeCallsParser):
     """Turns one answer's text into events."""
 
     def __init__(self, schemas: Schemas) -> None:
-        """Takes the schemas of the tools."""
         super().__init__(schemas, (*_ENDS, _BEGIN, *_KINDS), tuple(_KINDS))
 
     def _is_header(self, text: str) -> bool:

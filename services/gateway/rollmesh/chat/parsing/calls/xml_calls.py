@@ -84,7 +84,6 @@ class TaggedCallParser(StepParser):
     """
 
     def __init__(self, format_: TaggedFormat, schemas: Schemas) -> None:
-        """Takes the format, and the schemas of the tools."""
         super().__init__()
         self._format = format_
         self._schemas = schemas
