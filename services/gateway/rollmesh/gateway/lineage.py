@@ -292,7 +292,20 @@ class _Ways:
         """Returns the label of a branch of which no edge refers to another turn."""
         if way.said is not None and way.said.lineage not in {None, trajectory_pb2.LINEAGE_MAIN}:
             return Label(way.said.lineage or trajectory_pb2.LINEAGE_MAIN, way.said.source)
-        rule = self._shaped(way)
+        main = self._main
+        assert main is not None
+        if way.first is None or way.last is None:
+            rule = _MAIN_PATH
+        elif way.start is main and (way.shared or way.first.sample is not None):
+            rule = trajectory_pb2.LINEAGE_RULE_OTHER_SAMPLE
+            if way.last.sample is None:
+                rule = trajectory_pb2.LINEAGE_RULE_OTHER_MESSAGE
+        else:
+            begun = 0 if way.begun is None else way.begun.node_id
+            key = way.start.node_id, begun, bool(way.along)
+            if key not in self._known:
+                self._known[key] = self._beside(way, way.begun, main)
+            rule = self._known[key]
         lineage = RULES[rule]
         if way.said is not None and way.said.lineage == lineage:
             return Label(lineage, _HEADER)
@@ -329,24 +342,6 @@ class _Ways:
             if begun is node:
                 self._begun[node.node_id] = found[node.node_id]
         return found
-
-    def _shaped(self, way: _Way) -> _Rule:
-        """Returns the rule for the branch that a path ends in, by the shape of the tree."""
-        main = self._main
-        assert main is not None
-        if way.first is None or way.last is None:
-            return _MAIN_PATH
-        if way.start is main and (way.shared or way.first.sample is not None):
-            return (
-                trajectory_pb2.LINEAGE_RULE_OTHER_MESSAGE
-                if way.last.sample is None
-                else trajectory_pb2.LINEAGE_RULE_OTHER_SAMPLE
-            )
-        begun = 0 if way.begun is None else way.begun.node_id
-        key = way.start.node_id, begun, bool(way.along)
-        if key not in self._known:
-            self._known[key] = self._beside(way, way.begun, main)
-        return self._known[key]
 
     def _main_of(self, starts: list[Node]) -> Node:
         def rank(start: Node) -> tuple[int, ...]:

@@ -264,8 +264,9 @@ def _prepare(
     prompt.packed, prompt.length = pack_ids(ids), len(ids)
     prompt.crc32 = zlib.crc32(prompt.packed)
     if request.conversation.images:
-        images, end = prompt.match.node.placeholders(), prompt.match.node.end
-        for _, ids, shown in prompt.new_groups:
+        held = [(node.token_ids, node.images) for node in prompt.match.node.path()]
+        images, end = list[Placeholder](), 0
+        for ids, shown in [*held, *((ids, shown) for _, ids, shown in prompt.new_groups)]:
             images += (one._replace(offset=one.offset + end) for one in shown)
             end += len(ids)
         prompt.images = images

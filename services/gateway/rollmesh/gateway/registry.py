@@ -913,8 +913,8 @@ class ChatCall:
                 for response in write_final(final, choice.choice):
                     yield response
             return
-        # What each choice's stream has, and how much of it was sent. None until the answer is
-        # complete, if it is not streamed while it is sampled.
+        # The stream of each choice, and the number of its responses that were sent. A stream is
+        # None until the answer is complete, if it is not streamed while it is sampled.
         given: dict[int, Sequence[gateway_pb2.StreamChatResponse] | None] = {}
         sent: dict[int, int] = {}
         for at, (turn, choice) in enumerate(zip(turns, choices, strict=True)):

@@ -183,7 +183,17 @@ class GatewayService:
     async def running(self, address: str) -> AsyncIterator[None]:
         """Opens the journal, rebuilds the sessions and joins the mesh. Exits in reverse order."""
         config = self._config
-        self._log_formats()
+        if self._upstream is not None:
+            _log.info("answers come from an upstream", extra=fields(capture=config.capture))
+        else:
+            tools, reasoning = self._format.tools, self._format.reasoning_name
+            _log.info("answer formats", extra=fields(tools=tools, reasoning=reasoning))
+            if tools == UNKNOWN:
+                _log.warning(
+                    "the chat template shows no known tool-call format: requests with tools are "
+                    "refused until tool_parser is set",
+                    extra=fields(give=known_parsers()),
+                )
         async with AsyncExitStack() as stack:
             first, shared = await stack.enter_async_context(self._open_journals())
             stack.push_async_callback(self._collectors.aclose)
@@ -337,19 +347,3 @@ class GatewayService:
             waits.append(self._first.lost())
         found = await first_of(waits)
         return found.message if isinstance(found, RollmeshError) else found
-
-    def _log_formats(self) -> None:
-        """Logs the answer formats, and warns if tool calls cannot be parsed."""
-        if self._upstream is not None:
-            _log.info("answers come from an upstream", extra=fields(capture=self._config.capture))
-            return
-        _log.info(
-            "answer formats",
-            extra=fields(tools=self._format.tools, reasoning=self._format.reasoning_name),
-        )
-        if self._format.tools == UNKNOWN:
-            _log.warning(
-                "the chat template shows no known tool-call format: requests with tools are "
-                "refused until tool_parser is set",
-                extra=fields(give=known_parsers()),
-            )

@@ -548,7 +548,7 @@ class Session:
         ):
             turn.request_ids.append(request.request_id)
         equal = self.turns.get(turn.idempotency_key or turn.fingerprint)
-        if equal is not None and request.call_id not in {"", *equal.calls}:
+        if equal is not None and request.call_id and request.call_id not in equal.calls:
             turn.call_ids.append(request.call_id)
             equal.calls[request.call_id] = turn
 

@@ -167,14 +167,6 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
-    def placeholders(self) -> list[Placeholder]:
-        """Returns where the images are in the context after this node, in order."""
-        return [
-            one._replace(offset=one.offset + node.end - len(node.token_ids))
-            for node in self.path()
-            for one in node.images
-        ]
-
     def context(self) -> list[TokenIds]:
         """Returns the arrays whose concatenation is the context after this node."""
         parts: list[TokenIds] = []
