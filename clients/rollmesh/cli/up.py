@@ -128,10 +128,10 @@ class Supervisor:
         name = child.spec.name
         path = self._log_dir / f"{name}.log"
         with path.open("ab", buffering=0) as log:
-            first = logging.makeLogRecord(
-                {"name": "rollmesh.cli.up", "levelname": "INFO", "msg": _RUN_BEGINS}
-                | fields(process=name, version=metadata.version("rollmesh"))
-            )
+            begins: dict[str, object] = {"name": "rollmesh.cli.up", "levelname": "INFO"}
+            begins["msg"] = _RUN_BEGINS
+            begins |= fields(process=name, version=metadata.version("rollmesh"))
+            first = logging.makeLogRecord(begins)
             _append(log, JsonFormatter("up").format(first).encode() + b"\n")
             try:
                 await child.keep(partial(_append, log), log)
