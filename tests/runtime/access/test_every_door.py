@@ -15,7 +15,7 @@ from rollmesh.runtime.errors import RoleRefusedError, RollmeshError
 from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.locks import INTRUDER, STRANGER, Locks, reason_of_call
-from tests.meshes import Mesh, scripted_mesh
+from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.processes import running
 from tests.runtime.access.methods import methods
 from tests.scorer.sessions import FUNCTION
@@ -39,6 +39,18 @@ async def mesh(
     ):
         mesh.processes["scorer"] = scorer
         yield mesh
+
+
+async def test_sessions_run_and_are_delivered(mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session:
+            answer = await mesh.openai(session).chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "hello"}]
+            )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 8
+        result = await delivered(client, session)
+    assert len(result.trajectories) == 1
 
 
 async def test_each_method_admits_only_the_roles_of_the_table(mesh: Mesh) -> None:
