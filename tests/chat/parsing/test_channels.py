@@ -1,4 +1,4 @@
-"""Formats with channels of reasoning, text and calls: Gemma 4, Muse Glimmer and Solar Open."""
+"""Formats with channels of reasoning, text and calls: of Gemma, Muse Glimmer, Solar and Harmony."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollmesh.chat import ParserEvent, ReasoningEvent, ToolCallEvent
-from rollmesh.chat.parsing import AnswerFormat
+from rollmesh.chat.parsing import HARMONY, AnswerFormat
 from tests.chat.parsing.test_formats import CONTEXT, joined, parse
 
 Vector = tuple[str, str, str, list[tuple[str, str]], str, bool]
@@ -38,6 +38,8 @@ def solar(name: str, arguments: str, id_: str = "a1b2c3d4e5") -> str:
     )
 
 
+C, M, R = "<|channel|>", "<|message|>", "<|return|>"
+ENDED = "<|end|><|start|>assistant"
 NEXT = "<|start|>assistant"
 THEN = "<|begin|>assistant"
 FOUR, NONE = '{"n":  4}', "{}"
@@ -115,6 +117,21 @@ VECTORS: list[Vector] = [
     ("solar_open", "<|think|>Hm.<|end|><|beg", "", [], "Hm.", False),
     ("solar_open", "no channel at all", "no channel at all", [], "", True),
     ("solar_open", "", "", [], "", False),
+    (HARMONY, f"{C}final{M}Yes.{R}", "Yes.", [], "", False),
+    (HARMONY, f"{C}analysis{M}Hm.{ENDED}{C}final{M} Yes.\n{R}", " Yes.\n", [], "Hm.", False),
+    (HARMONY, f"{C}analysis{M}Hm.{ENDED}{C}commentary to=functions.f <|constrain|>json{M}"
+     '{"n": 1}<|call|>', "", [("f", '{"n": 1}')], "Hm.", False),
+    (HARMONY, f'<|start|>assistant to=functions.f{C}commentary json{M}{{"s": "a<b"}}<|call|>',
+     "", [("f", '{"s": "a<b"}')], "", False),
+    (HARMONY, f"{C}commentary{M}I will.{ENDED}{C}commentary to=functions.g{M}{{}}<|call|>",
+     "I will.", [("g", "{}")], "", False),
+    (HARMONY, f"{C}commentary to=functions.no{M}{{}}<|call|>", "{}", [], "", True),
+    (HARMONY, f'{C}commentary to=functions.f{M}{{"n": ', "", [("f", '{"n": ')], "", True),
+    (HARMONY, f"{C}analysis{M}cut in the mid", "", [], "cut in the mid", False),
+    (HARMONY, "no channel at all", "no channel at all", [], "", True),
+    (HARMONY, f"{C}final{M}a < b <|en", "a < b <|en", [], "", False),
+    (HARMONY, f"{C}fin", "", [], "", False),
+    (HARMONY, "", "", [], "", False),
 ]  # fmt: skip
 
 

@@ -8,13 +8,12 @@ from hypothesis import given, strategies as st
 
 from rollmesh.chat import (
     ParserEvent,
-    ReasoningEvent,
     RenderContext,
     TextEvent,
     ToolCallEvent,
     make_context,
 )
-from rollmesh.chat.parsing import FORMATS, HARMONY, AnswerFormat, ToolParser, tool_schemas
+from rollmesh.chat.parsing import FORMATS, AnswerFormat, ToolParser, tool_schemas
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -248,41 +247,6 @@ VECTORS: list[Any] = [
     ("lfm2", "<|tool_call_start|>[no()]<|tool_call_end|>",
      ("<|tool_call_start|>[no()]<|tool_call_end|>", [], True)),
 ]  # fmt: skip
-
-
-C, M, R = "<|channel|>", "<|message|>", "<|return|>"
-NEXT = "<|end|><|start|>assistant"
-HARMONY_VECTORS: list[tuple[str, str, list[tuple[str, str]], str, bool]] = [
-    (f"{C}final{M}Yes.{R}", "Yes.", [], "", False),
-    (f"{C}analysis{M}Hm.{NEXT}{C}final{M} Yes.\n{R}", " Yes.\n", [], "Hm.", False),
-    (f'{C}analysis{M}Hm.{NEXT}{C}commentary to=functions.f <|constrain|>json{M}{{"n": 1}}<|call|>',
-     "", [("f", '{"n": 1}')], "Hm.", False),
-    (f'<|start|>assistant to=functions.f{C}commentary json{M}{{"s": "a<b"}}<|call|>',
-     "", [("f", '{"s": "a<b"}')], "", False),
-    (f"{C}commentary{M}I will.{NEXT}{C}commentary to=functions.g{M}{{}}<|call|>",
-     "I will.", [("g", "{}")], "", False),
-    (f"{C}commentary to=functions.no{M}{{}}<|call|>", "{}", [], "", True),
-    (f'{C}commentary to=functions.f{M}{{"n": ', "", [("f", '{"n": ')], "", True),
-    (f"{C}analysis{M}cut in the mid", "", [], "cut in the mid", False),
-    ("no channel at all", "no channel at all", [], "", True),
-    (f"{C}final{M}a < b <|en", "a < b <|en", [], "", False),
-    (f"{C}fin", "", [], "", False),
-    ("", "", [], "", False),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "content", "calls", "reasoning", "malformed"), HARMONY_VECTORS)
-def test_harmony_is_the_same_however_it_is_cut(
-    *, text: str, content: str, calls: list[tuple[str, str]], reasoning: str, malformed: bool
-) -> None:
-    for parts in [[text], list(text), *([text[:at], text[at:]] for at in range(len(text)))]:
-        parser, events = parse(HARMONY, parts)
-        assert (parser.content, parser.calls) == (content, calls), parts
-        assert (parser.reasoning, parser.malformed) == (reasoning, malformed), parts
-        thoughts = [event.text for event in events if isinstance(event, ReasoningEvent)]
-        assert "".join(thoughts) == reasoning
-        others: list[ParserEvent] = [one for one in events if not isinstance(one, ReasoningEvent)]
-        assert joined(others) == (content, calls)
 
 
 def parse(
