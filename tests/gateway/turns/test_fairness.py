@@ -61,22 +61,6 @@ async def test_a_session_with_one_text_does_not_wait_for_anothers_queue() -> Non
     assert [task.result() for task in tasks][-1] == "m0"
 
 
-async def test_cancelled_work_does_not_delay_the_queue() -> None:
-    work = Work()
-    with ThreadPoolExecutor(1) as threads:
-        fair = FairExecutor(threads, 1)
-        async with asyncio.timeout(120), asyncio.TaskGroup() as group:
-            group.create_task(run(fair, "a", work.piece("a", held=True)))
-            leaver = group.create_task(run(fair, "b", work.piece("b")))
-            await begun(2)
-            leaver.cancel()
-            group.create_task(run(fair, "c", work.piece("c")))
-            await begun(2)
-            work.let("a")
-            assert await run(fair, "d", work.piece("d")) == "d"
-    assert work.began == ["a", "c", "d"]
-
-
 async def test_what_work_raises_reaches_its_caller_and_frees_the_thread() -> None:
     def fails() -> None:
         raise ValueError("no")
