@@ -20,7 +20,7 @@ from rollmesh.client import SessionResult
 from rollmesh.collector import created
 from rollmesh.engine import ModelLimits, read_generate, read_init
 from rollmesh.gateway import Session, SessionSpec, Tree, read_choices
-from rollmesh.mesh import AnswerCheck, Expected, Offered
+from rollmesh.mesh import AnswerCheck, Offered
 from rollmesh.runtime.codec import check_enums, check_session, pack_ids, pack_logprobs
 from rollmesh.runtime.rpc import check_address, target_of
 from rollmesh.v1 import (
@@ -35,7 +35,6 @@ from tests.collector.records import record, tree
 
 _Message = TypeVar("_Message", bound=Message)
 _LIMITS = ModelLimits(vocabulary_tokens=400, max_context_tokens=4096)
-_EXPECTED = Expected(prompt_tokens=2, prompt_crc32=7, max_tokens=8, vocabulary_tokens=400)
 
 
 def _message(
@@ -104,7 +103,7 @@ def _generate_seed() -> engine_pb2.StreamedGenerate:
 
 def _answer(data: bytes) -> None:
     """An engine's answer, message by message."""
-    check, taken = AnswerCheck(_EXPECTED, Offered(0, 3)), 0
+    check, taken = AnswerCheck(Offered(0, 3), 2, 7, max_tokens=8, vocabulary_tokens=400), 0
     for part in frames(data):
         try:
             message = engine_pb2.TokenChunk.FromString(part)
@@ -112,7 +111,7 @@ def _answer(data: bytes) -> None:
             return
         run = check.take(message, Offered(0, 3))
         taken += len(run)
-        expect(taken <= _EXPECTED.max_tokens, "more ids than were asked for")
+        expect(taken <= check.max_tokens, "more ids than were asked for")
         expect(bool(np.isfinite(run.logprobs).all()), "an impossible log-probability")
         expect(not len(run) or int(run.token_ids.max()) < 400, "an id outside of the vocabulary")
 

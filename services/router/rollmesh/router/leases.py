@@ -192,21 +192,22 @@ class Queue:
         self._round = 0
         self.lines: dict[Choice | Engine, _Line] = {}
         """By the slots that their requests wait for."""
-        self._deadlines: Ranking[Request, tuple[int, int]] = Ranking()
+        self.deadlines: Ranking[Request, tuple[int, int]] = Ranking()
+        """When the waits of requests end."""
 
     def __len__(self) -> int:
-        return len(self._deadlines)
+        return len(self.deadlines)
 
     def add(self, request: Request) -> None:
         """Adds a request."""
-        self._deadlines.set(request, (request.deadline_ms, request.number))
+        self.deadlines.set(request, (request.deadline_ms, request.number))
         if request.slots not in self.lines:
             self.lines[request.slots] = _Line(self._round)
         self.lines[request.slots].add(request)
 
     def remove(self, request: Request, *, served: bool = False) -> None:
         """Removes a request. `served` says that it gets a slot."""
-        self._deadlines.discard(request)
+        self.deadlines.discard(request)
         line = self.lines[request.slots]
         line.remove(request, served=served)
         self._round = max(self._round, line.round)
@@ -219,10 +220,6 @@ class Queue:
         request.choice, request.awaited = choice, None
         self.add(request)
 
-    def prolong(self, request: Request, until_ms: int) -> None:
-        """Lets a request wait beyond its deadline. Its place in the order stays."""
-        self._deadlines.set(request, (until_ms, request.number))
-
     def next(self) -> Request | None:
         """Returns the request that gets a slot now, or None if none waits for a free one."""
         firsts = [line.first() for one, line in self._choices() if one.first() is not None]
@@ -230,16 +227,16 @@ class Queue:
 
     def overdue(self, now_ms: int) -> Request | None:
         """Returns a request whose deadline has passed, or None if there is none."""
-        request = self._deadlines.first()
-        is_due = request is not None and self._deadlines.key(request)[0] <= now_ms
+        request = self.deadlines.first()
+        is_due = request is not None and self.deadlines.key(request)[0] <= now_ms
         return request if is_due else None
 
     def due_ms(self) -> int:
         """Returns when the first deadline or the first patience ends. A request waits."""
-        first = self._deadlines.first()
+        first = self.deadlines.first()
         assert first is not None
         due = [next(iter(line)).asked_ms + _PATIENCE_MS for line in self._in_vain()]
-        return min([self._deadlines.key(first)[0], *due])
+        return min([self.deadlines.key(first)[0], *due])
 
     def impatient(self, now_ms: int) -> list[Request]:
         """Returns the requests that waited long enough for other engines than the excluded."""
@@ -694,7 +691,8 @@ class LeaseTable:
                 return request
             self.prolonged += 1
             wait_ms = request.deadline_ms - request.asked_ms
-            self._queue.prolong(request, min(now_ms + wait_ms, request.last_ms))
+            until_ms = min(now_ms + wait_ms, request.last_ms)  # its place in the order stays
+            self._queue.deadlines.set(request, (until_ms, request.number))
         return None
 
     def _readmit(self, request: Request) -> None:

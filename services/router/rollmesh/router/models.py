@@ -8,7 +8,7 @@ from contextlib import suppress
 from rollmesh.internal.v1 import peers_pb2
 from rollmesh.router import metrics
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.engines import Engine, Fleet, Revision, Target
+from rollmesh.router.engines import Engine, Fleet, Target
 from rollmesh.router.kept import KeptWeights, restored, revision_of
 from rollmesh.router.membership import Members
 from rollmesh.router.pins import Pins
@@ -78,10 +78,6 @@ class Models:
         """Returns the models of engines and gateways, and those with kept weights."""
         kept = {name for name, one in self.all_kept.items() if one.current or one.state.adapters}
         return self.members.models() | kept
-
-    def adapters(self) -> set[str]:
-        """Returns the names of all retained adapters."""
-        return {one.name for kept in self.all_kept.values() for one in kept.retained}
 
     def weights(self) -> list[router_pb2.ModelWeights]:
         """Returns the target and the last version of every model, sorted by name."""
@@ -188,17 +184,6 @@ class Models:
         self.fleet.retain(kept.model, map(revision_of, kept.retained))
         self.fleet.aim(kept.model, _target(kept.current), _target(kept.offered))
         metrics.show_target(kept.model, kept.target_version)
-
-    def loaded(self, engine: Engine, header: engine_pb2.UpdateWeightsHeader) -> None:
-        """Records that an engine has loaded an update."""
-        engine.policy_version, engine.push_id = header.policy_version, header.push_id
-        engine.weights_dropped = False
-        self.fleet.changed(engine)
-
-    def hold(self, engine: Engine, adapters: dict[Revision, str]) -> None:
-        """Records the adapters that an engine holds, with the ids of their pushes."""
-        engine.adapters = adapters
-        self.fleet.changed(engine)
 
 
 def _target(header: engine_pb2.UpdateWeightsHeader | None) -> Target | None:

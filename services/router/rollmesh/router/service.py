@@ -217,7 +217,9 @@ class RouterService(
         return router_pb2.ListGatewaysResponse(
             gateways=[one.as_gateway() for one in self._members.gateways()],
             models=sorted(self._models.names()),
-            adapters=sorted(self._models.adapters()),
+            adapters=sorted(
+                {one.name for kept in self._models.all_kept.values() for one in kept.retained}
+            ),
         )
 
     async def ListReplicas(

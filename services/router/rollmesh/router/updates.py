@@ -217,7 +217,9 @@ class Updates:
             result = await self._send_chain(engine, chain)
         engine.update_error = result.status.message
         if not result.status.code:
-            self._models.loaded(engine, header)
+            engine.policy_version, engine.push_id = header.policy_version, header.push_id
+            engine.weights_dropped = False
+            self._models.fleet.changed(engine)
             try:
                 # Runs to completion even if this update is superseded.
                 await begun(self._tasks, self._accept(engine, header))
@@ -255,7 +257,8 @@ class Updates:
         async def call(stub: "engine_pb2_grpc.EngineServiceAsyncStub", parts: Any) -> None:
             response = await read_answer(stub.LoadAdapter(parts, timeout=self._timeout_s))
             held = {revision_of(one.adapter): one.push_id for one in response.adapters}
-            self._models.hold(engine, held)
+            engine.adapters = held
+            self._models.fleet.changed(engine)
             if not holds(engine, header):
                 raise EngineFaultError("the engine was given an adapter and does not report it")
 
@@ -282,7 +285,8 @@ class Updates:
         result = await call_engine(engine, call)
         if not result.status.code:
             left = {one: push_id for one, push_id in engine.adapters.items() if one != revision}
-            self._models.hold(engine, left)
+            engine.adapters = left
+            self._models.fleet.changed(engine)
         return result
 
     async def _send(

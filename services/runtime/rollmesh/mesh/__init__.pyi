@@ -26,7 +26,6 @@ from rollmesh.mesh.gateways import (
 )
 from rollmesh.mesh.generation import (
     AnswerCheck as AnswerCheck,
-    Expected as Expected,
     Generation as Generation,
     Sampled as Sampled,
     Tops as Tops,

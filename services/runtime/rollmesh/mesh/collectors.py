@@ -42,13 +42,7 @@ class CollectorDirectory(Directory):
     """
 
     def __init__(self, router: str, collectors: str = "", identity: Identity | None = None) -> None:
-        """Connects when first used.
-
-        Args:
-            router: `host:port` of the router, or several separated by commas.
-            collectors: `host:port`, or several, separated by commas. The router is then not asked.
-            identity: The identity that calls present. None means the identity of the process.
-        """
+        """Takes the addresses of collectors too, separated by commas. No router is asked then."""
         super().__init__(router, SHORT_KEEPALIVE_MS, identity)
         self._asks = bool(router)
         self._fixed = addresses_of(collectors)
@@ -150,10 +144,10 @@ class CollectorDirectory(Directory):
                 if not self._known:
                     raise
         if not self._current:
-            self._current = min(
-                self._known,
-                key=lambda one: (one in self._lost and self._lost.index(one) + 1, random.random()),  # noqa: S311 - no secret
-            )
+            if never_lost := [one for one in self._known if one not in self._lost]:
+                self._current = random.choice(never_lost)  # noqa: S311 - no secret
+            else:
+                self._current = next(one for one in self._lost if one in self._known)
         return self._current
 
     def _lose(self, address: str) -> None:

@@ -130,13 +130,7 @@ class SidecarDirectory(Directory):
     """The sidecars of a mesh. Any of them serves any session."""
 
     def __init__(self, router: str, sidecar: str = "", identity: Identity | None = None) -> None:
-        """Connects when first used.
-
-        Args:
-            router: `host:port` of the router, or several separated by commas.
-            sidecar: `host:port` or URL of the sidecar. The router is then not asked.
-            identity: The identity that calls present. None means the identity of the process.
-        """
+        """Takes the `host:port` or URL of a sidecar too. The router is not asked then."""
         super().__init__(router, KEEPALIVE_MS, identity)
         self._asks = bool(router and not sidecar)
         url = sidecar.rstrip("/") if "://" in sidecar else f"http://{sidecar}"

@@ -277,11 +277,7 @@ class EngineClients:
     """The engines that this process generates on, by address."""
 
     def __init__(self, stall_timeout_ms: int) -> None:
-        """Starts without streams.
-
-        Args:
-            stall_timeout_ms: Silence after which an engine is asked for the reason, milliseconds.
-        """
+        """Takes the silence after which an engine is asked for the reason, milliseconds."""
         self._stall_timeout_ms = stall_timeout_ms
         self._engines: dict[str, EngineClient] = {}
 

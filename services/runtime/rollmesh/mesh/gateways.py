@@ -145,11 +145,11 @@ class GatewayDirectory(Directory):
         identity: Identity | None = None,
         local: "Mapping[str, gateway_pb2_grpc.GatewayServiceAsyncStub] | None" = None,
     ) -> None:
-        """Connects when first used.
+        """Starts without gateways.
 
         Args:
             router: `host:port` of the router, or several separated by commas.
-            gateway: `host:port` of the gateway, if there is only one. The router is then not asked.
+            gateway: `host:port` of the only gateway. The router is then not asked.
             identity: The identity that calls present. None means the identity of the process.
             local: Gateways of this process by address. Calls to them need no connection.
         """

@@ -87,10 +87,12 @@ _MOST_COLUMN_BYTES = 256 * 1024 * 1024
 _FINISHES = set(sampling_pb2.FinishReason.values()) - {sampling_pb2.FINISH_REASON_UNSPECIFIED}
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """The parts of a request with which the answer must agree."""
+@dataclass(slots=True, eq=False)
+class AnswerCheck:
+    """Checks the messages of one engine's answer, in their order, against its request."""
 
+    offered: Offered
+    """The offered versions when the answer begins."""
     prompt_tokens: int
     """Number of ids of the prompt."""
     prompt_crc32: int
@@ -107,18 +109,8 @@ class Expected:
     """The columns that were asked for."""
     experts_start: int = 0
     """Index of the first token whose routed experts were asked for."""
-
-
-@dataclass(slots=True, eq=False)
-class AnswerCheck:
-    """Checks the messages of one engine's answer, in their order."""
-
-    expected: Expected
-    offered: Offered
-    """The offered versions when the answer begins."""
-    _runs: "_Runs | None" = field(
-        default_factory=list
-    )  # of the messages. None if one had no version
+    _runs: "_Runs | None" = field(default_factory=list)
+    """Those of the messages. None if one had no version."""
     _last_version: int = 0
     _last_id: int | None = None
     _sampled: int = 0
@@ -140,14 +132,13 @@ class AnswerCheck:
         Raises:
             EngineFaultError: The message cannot be right.
         """
-        expected, most = self.expected, self.expected.top_logprobs
         if self._ended:
             raise EngineFaultError("the engine sent more after the end of its answer")
         tops: Tops | None = None
         try:
             token_ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
             logprobs = unpack_logprobs(response.logprobs_f32le, "logprobs_f32le")
-            if most or response.top_ids_u32le or response.top_logprobs_f32le:
+            if self.top_logprobs or response.top_ids_u32le or response.top_logprobs_f32le:
                 top_ids = unpack_ids(response.top_ids_u32le, "top_ids_u32le")
                 top_logprobs = unpack_logprobs(response.top_logprobs_f32le, "top_logprobs_f32le")
                 tops = Tops(top_ids, top_logprobs)
@@ -158,12 +149,11 @@ class AnswerCheck:
         sampled, finishes = self._sampled + len(ids), response.HasField("finish")
         if len(ids) != len(all_logprobs):
             raise EngineFaultError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} ids")
-        if sampled > expected.max_tokens:
-            raise EngineFaultError(
-                f"the engine sent more ids than the {expected.max_tokens} requested"
-            )
+        if sampled > self.max_tokens:
+            raise EngineFaultError(f"the engine sent more ids than the {self.max_tokens} requested")
         all_ids = ids
         if tops is not None:
+            most = self.top_logprobs
             if not len(tops.ids) == len(tops.logprobs) == len(ids) * most:
                 raise EngineFaultError(
                     f"the engine gave {len(tops.ids)} most likely ids with {len(tops.logprobs)} "
@@ -180,7 +170,7 @@ class AnswerCheck:
         received: set[int] = {response.finish.prompt_crc32} if finishes else set()
         if response.HasField("prompt_crc32"):
             received.add(response.prompt_crc32)
-        if received - {expected.prompt_crc32}:
+        if received - {self.prompt_crc32}:
             raise EngineFaultError("the engine received other prompt ids than it was sent")
         version = response.policy_version if response.HasField("policy_version") else None
         if version is not None:
@@ -191,7 +181,7 @@ class AnswerCheck:
             self._check_finish(response.finish, sampled, last_id, runs, offered)
         elif not ids and not response.columns:
             raise EngineFaultError("the engine sent a message without tokens in mid-answer")
-        if expected.columns or response.columns:
+        if self.columns or response.columns:
             self._take_columns(response, sampled)
         self._runs, self._last_id, self._sampled, self._ended = runs, last_id, sampled, finishes
         self._last_version = self._last_version if version is None else version
@@ -199,8 +189,7 @@ class AnswerCheck:
 
     def _take_columns(self, response: engine_pb2.TokenChunk, sampled: int) -> None:
         """Checks the columns of a message, after which there are so many sampled tokens."""
-        expected = self.expected
-        ends = {SUPPORT: expected.prompt_tokens, EXPERTS: expected.experts_start}
+        ends = {SUPPORT: self.prompt_tokens, EXPERTS: self.experts_start}
         ends |= self._column_ends
         size = self._column_bytes + sum(one.data_bytes for one in response.columns)
         if size > _MOST_COLUMN_BYTES:
@@ -210,24 +199,24 @@ class AnswerCheck:
                 check_column(one, f"columns[{at}]")
             except InvalidFieldError as error:
                 raise EngineFaultError(f"the engine's {error.message}") from error
-            if one.kind not in expected.columns or one.start != ends[one.kind]:
+            if one.kind not in self.columns or one.start != ends[one.kind]:
                 raise EngineFaultError(f"the engine's columns[{at}] is not what comes next")
             ends[one.kind] += one.rows
             if one.kind == SUPPORT:
                 self._check_ids(ragged_of(one).values.tolist())
-        total = expected.prompt_tokens + sampled
+        total = self.prompt_tokens + sampled
         wanted = {SUPPORT: total}
         if response.HasField("finish") and response.finish.reason != _ABORT:
             wanted[EXPERTS] = total - 1
             ahead = any(ends[kind] > end for kind, end in wanted.items())
         else:
-            ahead = max(ends.values()) > expected.prompt_tokens + expected.max_tokens
-        if ahead or any(ends[kind] < wanted.get(kind, 0) for kind in expected.columns):
+            ahead = max(ends.values()) > self.prompt_tokens + self.max_tokens
+        if ahead or any(ends[kind] < wanted.get(kind, 0) for kind in self.columns):
             raise EngineFaultError("the engine's columns have other tokens than its answer")
         self._column_ends, self._column_bytes = ends, size
 
     def _check_ids(self, ids: list[int]) -> None:
-        end = self.expected.vocabulary_tokens
+        end = self.vocabulary_tokens
         if end and ids and (largest := max(ids)) >= end:
             raise EngineFaultError(f"the engine gave id {largest}; ids are below {end}")
 
@@ -240,10 +229,9 @@ class AnswerCheck:
         offered: Offered,
     ) -> None:
         """Checks the end of an answer of so many tokens, which its messages had in such runs."""
-        if finish.prompt_tokens not in {0, self.expected.prompt_tokens}:
+        if finish.prompt_tokens not in {0, self.prompt_tokens}:
             raise EngineFaultError(
-                f"the engine received {finish.prompt_tokens} prompt ids of "
-                f"{self.expected.prompt_tokens}"
+                f"the engine received {finish.prompt_tokens} prompt ids of {self.prompt_tokens}"
             )
         if finish.reason not in _FINISHES:
             raise EngineFaultError(f"the engine sent an unknown finish reason ({finish.reason})")
@@ -272,7 +260,7 @@ class AnswerCheck:
         Versions may only grow, until the router has forgotten weights: an engine may then return
         to a lower version in the middle of an answer. An adapter has one version in all of it.
         """
-        wanted = self.expected.adapter
+        wanted = self.adapter
         name = "" if wanted is None else wanted.name
         if adapter != name:
             raise EngineFaultError(f"the engine sampled with adapter {adapter!r:.80}, not {name!r}")
@@ -321,10 +309,9 @@ def newest_version(response: engine_pb2.TokenChunk) -> int:
 #
 # A generation may be cut at any token: its engine dies, or an operator aborts it. The next engine
 # receives the prompt and the sampled tokens as its prompt, and samples the rest. That is the
-# same distribution only if what the next engine samples depends on the ids alone, not on which of
-# them are the prompt. It does not depend on what was sampled so far whether a generation is
-# continued: to discard some samples because of their tokens would change the distribution of those
-# that are kept.
+# same distribution only if its samples depend on the ids alone, and not on the length of the prompt
+# among them. The sampled tokens never decide whether a generation is continued: to discard some
+# samples because of their tokens would change the distribution of the kept ones.
 #
 # vLLM 0.32 was tried: with everything else equal, a continued greedy answer has the same ids and
 # log-probabilities. Presence and frequency penalties count sampled tokens only, a seed starts its
@@ -499,17 +486,15 @@ class Generation:
             if experts:
                 rest.routed_experts_start = experts[-1].start + experts[-1].rows
         self._check = AnswerCheck(
-            Expected(
-                prompt_tokens=self._prompt_tokens + len(sampled),
-                prompt_crc32=zlib.crc32(pack_ids(sampled), self.prompt_crc32),
-                max_tokens=rest.sampling.max_tokens or _ANY,
-                top_logprobs=rest.top_logprobs,
-                vocabulary_tokens=self.vocabulary_tokens,
-                adapter=self.request.adapter if self.request.HasField("adapter") else None,
-                columns=rest.columns,
-                experts_start=rest.routed_experts_start,
-            ),
             offered,
+            prompt_tokens=self._prompt_tokens + len(sampled),
+            prompt_crc32=zlib.crc32(pack_ids(sampled), self.prompt_crc32),
+            max_tokens=rest.sampling.max_tokens or _ANY,
+            top_logprobs=rest.top_logprobs,
+            vocabulary_tokens=self.vocabulary_tokens,
+            adapter=self.request.adapter if self.request.HasField("adapter") else None,
+            columns=rest.columns,
+            experts_start=rest.routed_experts_start,
         )
         self.engine_id = engine_id
         self._numerics_id = "" if numerics is None else numerics.id

@@ -15,6 +15,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rollmesh.internal.v1 import leases_pb2, leases_pb2_grpc
@@ -38,14 +39,14 @@ MOST_IDS = 1_024
 """Maximum number of leases and sessions in one message, as the contract has it."""
 
 
+@dataclass(slots=True, eq=False)
 class Holdings:
     """The leases of a gateway and the engines of its sessions."""
 
-    def __init__(self) -> None:
-        self.leases: dict[str, leases_pb2.LeaseGrant] = {}
-        """Grants by lease id."""
-        self.sessions: dict[str, tuple[str, str]] = {}
-        """Engine id and group id by session id. The group may be empty."""
+    leases: dict[str, leases_pb2.LeaseGrant] = field(default_factory=dict)
+    """Grants by lease id."""
+    sessions: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Engine id and group id by session id. The group may be empty."""
 
     def granted(
         self, lease_id: str, grant: leases_pb2.LeaseGrant, acquire: leases_pb2.AcquireLease

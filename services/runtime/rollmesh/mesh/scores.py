@@ -59,12 +59,7 @@ class ScoringEngines(Directory):
     """The engines of a mesh, and the sequences that this process has them score."""
 
     def __init__(self, router: str, identity: Identity | None = None) -> None:
-        """Connects when first used.
-
-        Args:
-            router: `host:port` of the router, or several separated by commas.
-            identity: The identity that calls present. None means the identity of the process.
-        """
+        """Connects when first used."""
         super().__init__(router, SHORT_KEEPALIVE_MS, identity)
         self._listed = router_pb2.ListReplicasResponse()
         self._running: Counter[str] = Counter()  # by address

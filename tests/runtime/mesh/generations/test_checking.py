@@ -1,12 +1,11 @@
 """What an engine says is checked before anybody sees it."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rollmesh.mesh import AnswerCheck, Expected, Offered, newest_version
+from rollmesh.mesh import AnswerCheck, Offered, newest_version
 from rollmesh.runtime.errors import EngineFaultError
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.runtime.mesh.generations.answers import CRC, message
@@ -15,12 +14,8 @@ NAN, INF = float("nan"), float("inf")
 LIKELY = (5, 7, 6, 8)  # two for each of two tokens
 
 
-def expected(top_logprobs: int = 0) -> Expected:
-    return Expected(3, CRC, max_tokens=4, top_logprobs=top_logprobs, vocabulary_tokens=100)
-
-
-def check(*, newest: int | None = None, top_logprobs: int = 0) -> AnswerCheck:
-    return AnswerCheck(expected(top_logprobs), Offered(newest=newest))
+def check(*, newest: int | None = None, epoch: int = 0, **asked: Any) -> AnswerCheck:
+    return AnswerCheck(Offered(epoch, newest), 3, CRC, max_tokens=4, vocabulary_tokens=100, **asked)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +125,7 @@ def test_a_version_that_was_offered_meanwhile_is_right() -> None:
 
 
 def test_versions_are_not_checked_once_the_router_forgot_its_weights() -> None:
-    checking = AnswerCheck(expected(), Offered(1, 9))
+    checking = check(epoch=1, newest=9)
     checking.take(message(spans=None, version=9), Offered(1, 9))
     checking.take(message(ids=(7,), spans=None, version=9), Offered(2, None))
     checking.take(message(ids=(8,), spans=((9, 0, 3), (1, 3, 4)), version=1), Offered(3, 1))
@@ -179,7 +174,7 @@ def test_only_the_adapter_revision_that_was_asked_for_is_right() -> None:
     adapter = sampling_pb2.AdapterRef(name="math", version=3)
 
     def asked() -> AnswerCheck:
-        return AnswerCheck(replace(expected(), adapter=adapter), Offered(newest=1))
+        return check(newest=1, adapter=adapter)
 
     assert len(asked().take(signed("math", 3), Offered(newest=1))) == 2
     for name, version in (("math", 2), ("math", 4), ("", 3), ("", 1), ("code", 3)):
