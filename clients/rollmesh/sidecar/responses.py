@@ -592,42 +592,34 @@ class ResponseTurn(Turn):
 
     async def complete(self, gateways: Gateways) -> None:
         """Adds the conversation that the request continues, and the items that it refers to."""
-        messages, first = self.chat.messages, 1 if self.is_instructed else 0
-        for at, (field, answer_id) in self.references.items():
-            stored = await self._stored(gateways, answer_id, field)
-            messages[first + at].CopyFrom(stored.answer.message)
+        chat, first = self.chat, 1 if self.is_instructed else 0
+        messages, instructed = chat.messages, False
+        wanted = [(first + at, *reference) for at, reference in self.references.items()]
         if self.previous is not None:
             answer_id, instructed = answer_of_response(self.previous, _PREVIOUS)
-            stored = await self._stored(gateways, answer_id, _PREVIOUS)
+            wanted.append((-1, _PREVIOUS, answer_id))
+        for at, field, answer_id in wanted:
+            asked = gateway_pb2.GetAnswerRequest(
+                session_id=chat.session_id,
+                session_key=chat.session_key,
+                answer_id=answer_id,
+                with_messages=at < 0,
+            )
+            try:
+                stored = await gateways.ask(chat.session_id, "GetAnswer", asked)
+            except AnswerUnknownError as error:
+                problem = "is not known in this session, or was deleted; send the items themselves"
+                kind = PreviousResponseUnknownError if at < 0 else InvalidFieldError
+                raise kind(field, problem) from error
+            message = stored.answer.message
+            message.answer_id = stored.answer.answer_id  # it names the answer that it echoes
+            if at >= 0:
+                messages[at].CopyFrom(message)
+                continue
             own = messages[first:]
             del messages[first:]
             # Instructions are not carried over, as in OpenAI's API.
-            messages.extend([*stored.messages[1 if instructed else 0 :], stored.answer.message])
-            messages.extend(own)
-
-    async def _stored(
-        self, gateways: Gateways, answer_id: str, field: str
-    ) -> gateway_pb2.GetAnswerResponse:
-        """Returns an earlier answer of the session, to which a field of the request refers.
-
-        Its message names the answer that it echoes.
-        """
-        session_id, is_previous = self.chat.session_id, field == _PREVIOUS
-        asked = gateway_pb2.GetAnswerRequest(
-            session_id=session_id,
-            session_key=self.chat.session_key,
-            answer_id=answer_id,
-            with_messages=is_previous,
-        )
-        try:
-            stored: gateway_pb2.GetAnswerResponse
-            stored = await gateways.ask(session_id, "GetAnswer", asked)
-        except AnswerUnknownError as error:
-            problem = "is not known in this session, or was deleted; send the items themselves"
-            kind = PreviousResponseUnknownError if is_previous else InvalidFieldError
-            raise kind(field, problem) from error
-        stored.answer.message.answer_id = stored.answer.answer_id
-        return stored
+            messages.extend([*stored.messages[1 if instructed else 0 :], message, *own])
 
     def whole(self, response: gateway_pb2.ChatResponse) -> bytes:
         """Returns the `response` object."""
