@@ -13,7 +13,7 @@ CEILINGS = {
     "services/router/rollmesh/router": (4_542, 17),
     "services/collector/rollmesh/collector": (5_322, 13),
     "services/collector/rollmesh/scorer": (366, 6),
-    "clients/rollmesh/sidecar": (5_603, 17),
+    "clients/rollmesh/sidecar": (5_595, 17),
     "clients/rollmesh/client": (7_005, 24),
     "clients/rollmesh/record": (3_536, 14),
     "clients/rollmesh/batches": (1_072, 6),
