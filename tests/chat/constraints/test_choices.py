@@ -42,20 +42,21 @@ def test_a_name_that_formats_cannot_carry_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "tool",
+    "tools",
     [
-        {"type": "web_search"},
-        {"type": "function", "function": "f"},
-        {"type": "function", "function": {"name": ["f"]}},
+        [],
+        [{"type": "web_search"}],
+        [{"type": "function", "function": "f"}],
+        [{"type": "function", "function": {"name": ["f"]}}],
     ],
 )
-def test_a_tool_that_is_no_function_is_not_required(tool: object) -> None:
+def test_a_tool_that_is_no_function_is_not_required(tools: list[object]) -> None:
     form = AnswerFormat("hermes", reasoning=False)
-    none = make_context(json.dumps([tool]).encode(), b"")
+    none = make_context(json.dumps(tools).encode(), b"")
     with pytest.raises(InvalidInputError, match="no function with a name") as caught:
         constraint_of(REQUIRED, form, none, inside_reasoning=False)
     assert caught.value.field == "tools_json"
-    beside = make_context(json.dumps([*TOOLS, tool]).encode(), b"")
+    beside = make_context(json.dumps([*TOOLS, *tools]).encode(), b"")
     json_only = Wanted(json_schema=b"{}")
     for context in (none, beside):
         assert constraint_of(json_only, form, context, inside_reasoning=False) is not None
