@@ -218,6 +218,9 @@ async def test_images_outlive_the_gateway_and_the_engines_caches(
     [
         pytest.param(seeing("a", CAT[:-30]), "INVALID_IMAGE", "[1].image", "broken", id="broken"),
         pytest.param(
+            seeing(picture(2010, 2)), "INVALID_IMAGE", "[0].image", "2010 x 2", id="too-long"
+        ),
+        pytest.param(
             seeing(picture(300, 300)), "INVALID_IMAGE", "[0].image", "300 x 300", id="pixels"
         ),
         pytest.param(
