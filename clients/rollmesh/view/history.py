@@ -85,10 +85,6 @@ class History:
                     yield f"{told(version)} of {model} pushed"
 
 
-def _member(hello: router_pb2.ReplicaHello) -> _Member:
-    return name_of(router_pb2.ReplicaKind.DESCRIPTOR, hello.kind).lower(), hello.replica_id
-
-
 def _load(seen: Observation) -> dict[str, float | None]:
     engines = seen.engines()
     queues = [one.total(_QUEUE) for one in seen.of("router")]
