@@ -279,8 +279,17 @@ def join(
     for one in _files(head):
         one.data = arrays[start : start + one.data_bytes]
         start += one.data_bytes
-    if kept is not None and len(kept) < len(rows):
-        _keep(head, kept)
+    if kept is None or len(kept) == len(rows):
+        return head
+    if head.HasField("tree"):
+        head.ClearField("tree")
+    for at in reversed(range(len(head.trajectories))):
+        if at not in kept:
+            del head.trajectories[at]
+    shown = {image.sha256 for row in rows_of(head) for image in row.images}
+    for at in reversed(range(len(head.images))):
+        if head.images[at].sha256 not in shown:
+            del head.images[at]
     return head
 
 
@@ -300,19 +309,6 @@ def train_policies(row: Row, adapters: Collection[str]) -> None:
         if is_other and run.trained:  # one policy samples all of a turn
             run.trained = False
             run.reasons.append(_OTHER_POLICY)
-
-
-def _keep(record: session_pb2.SessionRecord, kept: Sequence[int]) -> None:
-    """Removes the other rows of a record, and the images that no remaining row shows."""
-    if record.HasField("tree"):
-        record.ClearField("tree")
-    for at in reversed(range(len(record.trajectories))):
-        if at not in kept:
-            del record.trajectories[at]
-    shown = {image.sha256 for row in rows_of(record) for image in row.images}
-    for at in reversed(range(len(record.images))):
-        if record.images[at].sha256 not in shown:
-            del record.images[at]
 
 
 def damaged(session_id: str, problem: str) -> SessionDamagedError:

@@ -1,7 +1,5 @@
 """Collector metrics besides those of the RPCs."""
 
-from collections.abc import Callable
-
 from prometheus_client import Counter, Gauge, Summary
 
 from rollmesh.collector.log import Verdict
@@ -66,15 +64,6 @@ LEASED = Gauge("rollmesh_collector_leased", "Units sent and not acknowledged.", 
 UNSCORED = Gauge(
     "rollmesh_collector_unscored", "Units that wait for the scores of a teacher.", ["consumer"]
 )
-
-
-def watch(
-    name: str, ready: Callable[[], int], leased: Callable[[], int], unscored: Callable[[], int]
-) -> None:
-    """Makes the gauges report a consumer's state whenever they are read."""
-    READY.labels(name).set_function(ready)
-    LEASED.labels(name).set_function(leased)
-    UNSCORED.labels(name).set_function(unscored)
 
 
 def forget(name: str) -> None:

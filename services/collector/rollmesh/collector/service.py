@@ -67,22 +67,6 @@ _METRIC_NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
 _NO_METRIC_NAME = "{0!r:.80} is not 1 to 64 letters, digits, _, ., - or /"
 
 
-def _trace(session: session_pb2.SessionRecord, took_ms: int, *, duplicate: bool) -> None:
-    """Records that a session was stored, in the session's own trace."""
-    attributes = {
-        genai.SESSION_ID: session.session_id,
-        **genai.session(session.run_id, session.group_id, session.sample_index, session.purpose),
-        **genai.ended(
-            session.outcome,
-            session.reward if session.HasField("reward") else None,
-            session.turns,
-        ),
-        genai.DUPLICATE: duplicate,
-    }
-    parent = tracing.place_of_session(session.session_id)
-    tracing.child("ingest", "consumer", parent, took_ms, attributes)
-
-
 def open_store(config: CollectorConfig) -> AbstractAsyncContextManager[Store]:
     """Opens the store of a collector.
 
@@ -202,8 +186,16 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         duplicates = await self.subscriptions.finish(self._ingest(request.sessions))
         if tracing.is_on():
             took_ms = clock.monotonic_ms() - began_ms
-            for one, duplicate in zip(request.sessions, duplicates, strict=True):
-                _trace(one, took_ms, duplicate=duplicate)
+            for one, duplicate in zip(request.sessions, duplicates, strict=True):  # in their traces
+                reward = one.reward if one.HasField("reward") else None
+                attributes = {
+                    genai.SESSION_ID: one.session_id,
+                    **genai.session(one.run_id, one.group_id, one.sample_index, one.purpose),
+                    **genai.ended(one.outcome, reward, one.turns),
+                    genai.DUPLICATE: duplicate,
+                }
+                parent = tracing.place_of_session(one.session_id)
+                tracing.child("ingest", "consumer", parent, took_ms, attributes)
         await faults.reach("collector-before-ack")
         return pb.IngestResponse(duplicates=duplicates)
 

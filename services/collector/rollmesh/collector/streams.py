@@ -449,12 +449,9 @@ class Subscriptions:
             consumer = known
         else:
             consumer = self._known[settings.name] = Consumer(settings)
-            metrics.watch(
-                settings.name,
-                lambda: len(consumer.ready),
-                lambda: len(consumer.leased),
-                lambda: len(consumer.unscored),
-            )
+            metrics.READY.labels(settings.name).set_function(lambda: len(consumer.ready))
+            metrics.LEASED.labels(settings.name).set_function(lambda: len(consumer.leased))
+            metrics.UNSCORED.labels(settings.name).set_function(lambda: len(consumer.unscored))
         consumer.change(settings)
         return consumer
 
