@@ -68,6 +68,15 @@ async def test_sessions_of_one_call_are_stored_in_order_and_make_their_groups_wh
     assert [id_ for _, id_ in await store.sessions_after("", 10)] == ["g0", "a", "g1"]
 
 
+async def test_an_id_like_that_of_a_removed_group_takes_no_session_out_of_its_group(
+    store: Store,
+) -> None:
+    arrivals = [Arrival(record(id_, "x", at, 2)) for at, id_ in enumerate(("g:x", "b"))]
+    assert await store.ingest(arrivals, 0) == [False, False]
+    groups = await Reader.open(store, unit=GROUP)
+    assert await groups.take() == [("x", 1, ["g:x", "b"])]
+
+
 async def test_units_are_loaded_together_up_to_a_size(store: Store) -> None:
     large = record("large")
     large.trajectories[0].CopyFrom(trajectory("large", tokens=LOAD_BYTES // 9 + 1))

@@ -170,17 +170,18 @@ class Group(NamedTuple):
 def _ingest(tx: Transaction, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
     """Stores sessions that are new. A group is created by its first one."""
     ids: list[str] = []
-    tombs: list[str] = []
+    tombstones: list[str] = []  # of the sessions and their groups, if these were removed
     for arrival in arrivals:
         ids.append(arrival.record.session_id)
-        tombs += arrival.record.session_id, f"{GROUP_LOG}:{arrival.group()[0]}"
-    stored = tx.db.rows(
-        f"SELECT session_id FROM sessions WHERE session_id {tx.db.within(1)}"
-        f" UNION ALL SELECT id FROM removed WHERE id {tx.db.within(2)}",
+        tombstones += arrival.record.session_id, f"{GROUP_LOG}:{arrival.group()[0]}"
+    found = tx.db.rows(
+        f"SELECT session_id, 0 FROM sessions WHERE session_id {tx.db.within(1)}"
+        f" UNION ALL SELECT id, 1 FROM removed WHERE id {tx.db.within(2)}",
         tx.db.listed(ids),
-        tx.db.listed(tombs),
+        tx.db.listed(tombstones),
     )
-    known = {id_ for (id_,) in stored}
+    known = {id_ for id_, _ in found}
+    gone = {id_ for id_, is_removed in found if is_removed}
     repeats: list[bool] = []
     new: list[tuple[Arrival, str, int | None]] = []
     size, keys = 0, set[str]()
@@ -191,7 +192,7 @@ def _ingest(tx: Transaction, arrivals: Sequence[Arrival], now_ms: int) -> list[b
             continue
         known.add(session_id)
         key, group_size = arrival.group()
-        if f"{GROUP_LOG}:{key}" in known:  # delivered to all and removed, so this one is surplus
+        if f"{GROUP_LOG}:{key}" in gone:  # delivered to all, so this one is surplus
             group_size = None
         new.append((arrival, key, group_size))
         size += len(arrival.head) + len(arrival.arrays or b"")
