@@ -11,7 +11,7 @@ CEILINGS = {
     "services/gateway/rollmesh/gateway": (10_452, 28),
     "services/engine/rollmesh/engine": (7_572, 31),
     "services/router/rollmesh/router": (4_542, 17),
-    "services/collector/rollmesh/collector": (5_322, 13),
+    "services/collector/rollmesh/collector": (5_297, 13),
     "services/collector/rollmesh/scorer": (366, 6),
     "clients/rollmesh/sidecar": (5_595, 17),
     "clients/rollmesh/client": (7_005, 24),
@@ -20,7 +20,7 @@ CEILINGS = {
     "clients/rollmesh/integrations": (4_514, 21),
     "clients/rollmesh/launch": (570, 4),
     "clients/rollmesh/cli": (2_327, 13),
-    "clients/rollmesh/view": (1_961, 9),
+    "clients/rollmesh/view": (1_957, 9),
     "clients/rollmesh/conformance": (4_028, 35),
 }
 """Folder: the most lines and the most files that it may have. Lower them when a room shrinks."""
