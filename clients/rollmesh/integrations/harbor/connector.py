@@ -213,7 +213,7 @@ class _Request:
     ) -> None:
         self.rollout = rollout
         self.frame = frame
-        self.number: str = frame["request_id"]
+        self.number: str = frame.get("request_id", "")
         self.ended_s = math.inf
         text = "\n".join(frame[name] for name in ("method", "target", "body_b64"))
         self._digest = sha256(text.encode()).digest()
