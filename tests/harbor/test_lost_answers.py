@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rollmesh.integrations.harbor import RelayClient, Rollout
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -131,3 +133,17 @@ async def test_an_answer_that_the_relay_cut_for_its_buffer_counts_as_lost(
             {"type": "cancel", "request_id": str(number), "reason": "buffer_limit"}
         )
         assert await ends.ask(relay, number + 10, text) == "1"
+
+
+async def test_a_connection_keeps_no_body_of_a_request_that_was_answered(ends: Ends) -> None:
+    relay = await ends.connections.get()
+    assert await ends.ask(relay, 1, "quick") is None
+    await ends.told(relay, "response_end")
+    assert await ends.ask(relay, 2, "slow") is None  # so the connector reads another frame
+    body = base64.b64encode(b"quick").decode()
+
+    def is_kept() -> bool:
+        found = [one for one in gc.get_objects() if type(one) is dict]
+        return any(one.get("body_b64") == body for one in found)
+
+    await until(lambda: not is_kept())

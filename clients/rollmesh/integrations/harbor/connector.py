@@ -358,7 +358,7 @@ class RelayClient(ABC):
 
         def end(answer: asyncio.Task[None]) -> None:
             _, request = running.pop(answer.get_name())
-            request.ended_s = loop.time()
+            request.ended_s, request.frame = loop.time(), {}  # its body may have 16 MiB
             ended.append(request)
 
         try:
