@@ -8,7 +8,7 @@ CEILINGS = {
     "services/runtime/rollmesh/runtime": (9_742, 63),
     "services/runtime/rollmesh/mesh": (4_334, 13),
     "services/gateway/rollmesh/chat": (7_589, 38),
-    "services/gateway/rollmesh/gateway": (10_452, 28),
+    "services/gateway/rollmesh/gateway": (10_459, 28),
     "services/engine/rollmesh/engine": (7_572, 31),
     "services/router/rollmesh/router": (4_542, 17),
     "services/collector/rollmesh/collector": (5_297, 13),

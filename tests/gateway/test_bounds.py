@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
+from rollmesh.chat.templates import Continuation
 from rollmesh.gateway import Tree
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc import from_rpc_error
@@ -174,6 +175,27 @@ async def test_a_session_with_many_equal_samples_is_searched_in_a_thread(
     chat = chat_in(opened, ASK)
     await mesh.stub.CountTokens(gateway_pb2.CountTokensRequest(chat=chat))
     assert threads == [False, False, False, True, True]
+
+
+async def test_the_answers_of_a_rebuilt_session_are_compared_in_a_thread(
+    mesh: LiveMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare, threads = Continuation.compare, list[bool]()
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread() is not threading.main_thread())
+        return compare(*args)
+
+    monkeypatch.setattr(Continuation, "compare", noted)
+    monkeypatch.setattr("rollmesh.gateway.prompt._INLINE_CHARS", 600)
+    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+    messages = [ASK]
+    for at in range(8):
+        if at == 6:
+            await mesh.start_gateway()
+        response = await mesh.stub.Chat(chat_in(opened, *messages), wait_for_ready=True)
+        messages += [response.answers[0].message, ASK]
+    assert threads == [*[False] * 6, True, False]
 
 
 async def test_a_context_larger_than_a_session_opens_none(mesh: LiveMesh) -> None:

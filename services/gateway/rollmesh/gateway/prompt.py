@@ -186,7 +186,7 @@ async def prepare(deps: Deps, session: Session, request: TurnRequest) -> Prompt:
     ):
         match, bookmark = tree.search(start, groups)
         tree.keep(context, conversation.digest, bookmark)
-        # About the size of the text that the tree does not hold.
+        # About the size of the text that the tree does not hold, and of answers to be compared.
         chars = len(context.options_json) + (0 if match.depth else len(context.tools_json))
         for group in groups[match.depth :]:
             for message in group:
@@ -194,10 +194,17 @@ async def prepare(deps: Deps, session: Session, request: TurnRequest) -> Prompt:
                 chars += len(message.name) + len(message.tool_call_id)
                 for one in message.tool_calls:
                     chars += len(one.id) + len(one.name) + len(one.arguments)
+        rewrites = deps.continuation.profile.findings & REWRITING  # renders all of it
+        node, compared = match.node, 0  # each answer once, but all of a rebuilt session
+        while node.parent is not None and node.as_printed is None and not rewrites:
+            for message in node.messages if node.was_sampled else ():
+                compared += _MESSAGE_CHARS + len(message.content) + len(message.reasoning)
+                compared += sum(len(one.arguments) for one in message.tool_calls)
+            node = node.parent
+        chars += compared if node.as_printed is not False else 0
         if chars > _SHORT_CHARS:
             work = partial(_prepare, deps, match, request, context, is_long=True)
             return await deps.long_work.run(owner, work)
-        rewrites = deps.continuation.profile.findings & REWRITING  # renders all of it
         if chars > _INLINE_CHARS or len(groups) > _INLINE_GROUPS or rewrites:
             return await deps.run(partial(_prepare, deps, match, request, context))
         return _prepare(deps, match, request, context)
