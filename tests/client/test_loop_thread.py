@@ -69,6 +69,28 @@ except KeyboardInterrupt:
     print("free", flush=True)
 os._exit(0)
 """
+_IN_A_BLOCK = """
+from contextlib import asynccontextmanager
+
+left = []
+
+@asynccontextmanager
+async def block():
+    try:
+        yield
+    except BaseException as error:
+        left.append(type(error).__name__)
+        raise
+
+for error in (KeyboardInterrupt, SystemExit):
+    try:
+        with thread.entered(block()):
+            raise error
+    except error:
+        pass
+thread.close()
+print(*left)
+"""
 _OWN_HANDLER = """
 class Stop(Exception):
     pass
@@ -107,6 +129,9 @@ except Stop:
         pytest.param(_AT_ANY_MOMENT, "500", id="work ends before the interrupt is raised"),
         pytest.param(_AT_THE_END, "500", id="an interrupt of what just ended is not lost"),
         pytest.param(_IMPATIENT, "free", id="a second one waits for nothing"),
+        pytest.param(
+            _IN_A_BLOCK, "KeyboardInterrupt SystemExit", id="one in a block leaves its context"
+        ),
         pytest.param(_OWN_HANDLER, "1 1 True", id="a handler of the caller's own is kept"),
     ],
 )

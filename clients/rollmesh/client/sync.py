@@ -70,12 +70,15 @@ class LoopThread:
         leave: asyncio.Future[BaseException | None] = loop.create_future()
 
         async def hold() -> None:
+            cause = None
             try:
                 async with scope as value:
                     entry.set_result(value)
                     if (cause := await leave) is not None:
                         raise cause  # noqa: TRY301 - through the context, whose exit sees it
             except BaseException as error:
+                if error is cause:  # the caller's thread raises it. Here, Ctrl-C ends the loop
+                    return
                 if entry.done():
                     raise
                 if not isinstance(error, Exception):  # the context ended its own task
@@ -100,11 +103,7 @@ class LoopThread:
             yield value
         except BaseException as error:
             loop.call_soon_threadsafe(end, error)
-            try:
-                holding.result()
-            except BaseException as raised:
-                if raised is not error:
-                    raise
+            holding.result()
             raise
         loop.call_soon_threadsafe(end, None)
         holding.result()
