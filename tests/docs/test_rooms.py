@@ -6,7 +6,7 @@ from tests.paths import ROOT
 
 CEILINGS = {
     "services/runtime/rollmesh/runtime": (9_742, 63),
-    "services/runtime/rollmesh/mesh": (4_334, 13),
+    "services/runtime/rollmesh/mesh": (4_332, 13),
     "services/gateway/rollmesh/chat": (7_589, 38),
     "services/gateway/rollmesh/gateway": (10_459, 28),
     "services/engine/rollmesh/engine": (7_572, 31),

@@ -476,9 +476,7 @@ class Generation:
         self._prompt_tokens = len(rest.token_ids_u32le) // _BYTES - len(sampled)
         if self.prompt_crc32 is None:
             self.prompt_crc32 = prompt_crc32(self.request)
-        if (
-            rest.columns
-        ):  # rows of tokens that did not arrive are dropped, missing experts asked for
+        if rest.columns:  # rows of tokens that did not arrive go, missing experts are asked for
             held, end = self.columns, self._prompt_tokens + self.taken
             experts = [*rows_between([one for one in held if one.kind == EXPERTS], 0, end - 1)]
             support = [*rows_between([one for one in held if one.kind == SUPPORT], 0, end)]
