@@ -148,7 +148,11 @@ async def ask(
     **call: Any,
 ) -> bytes:
     """Calls the method of a kind with one request. Returns the last answer."""
-    running = begin(channel, request, kind=kind, name=name, **call)
+    return await answer_of(begin(channel, request, kind=kind, name=name, **call), kind)
+
+
+async def answer_of(running: Any, kind: str) -> bytes:
+    """Returns the last answer of a running call."""
     if kind.endswith("unary"):
         return bytes(await running)
     try:

@@ -97,8 +97,9 @@ async def test_a_service_registers_only_under_its_own_kind(mesh: Mesh) -> None:
                 hello.store_id = "other"
                 request = members_pb2.RegisterRequest(hello=hello)
                 try:
-                    with typed_errors():
-                        await anext(aiter(stub.Register(iter([request]), timeout=30)))
+                    call = stub.Register(iter([request]), timeout=30)
+                    with typed_errors(call):
+                        await anext(aiter(call))
                 except RoleRefusedError:
                     continue
                 except RollmeshError:

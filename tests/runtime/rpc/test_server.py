@@ -26,7 +26,16 @@ from rollmesh.runtime.rpc import (
     typed_errors,
 )
 from rollmesh.v1 import server_pb2, server_pb2_grpc
-from tests.runtime.services import KINDS, NAME, OTHER, ScriptedService, ask, begin, served
+from tests.runtime.services import (
+    KINDS,
+    NAME,
+    OTHER,
+    ScriptedService,
+    answer_of,
+    ask,
+    begin,
+    served,
+)
 from tests.trial_certificates import copy_certificates
 from tests.waiting import until
 
@@ -372,8 +381,9 @@ async def test_a_call_before_the_service_has_started_gets_a_retry_delay(kind: st
     service = ScriptedService()
     async with listening(service) as (channel, _):
         for name in service.names:
-            with pytest.raises(StartingError) as refused, typed_errors():
-                await ask(channel, kind=kind, name=name)
+            call = begin(channel, kind=kind, name=name)
+            with pytest.raises(StartingError) as refused, typed_errors(call):
+                await answer_of(call, kind)
             assert refused.value.retry_delay_ms
         service.may_start.set()
         await service.announced.wait()
