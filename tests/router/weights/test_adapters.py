@@ -53,9 +53,9 @@ async def push(
         ),
     ]
     async with open_channel(router) as channel:
-        with typed_errors():
-            stub = router_pb2_grpc.RouterServiceStub(channel)
-            return list((await stub.PushAdapter(iter(requests), timeout=60)).results)
+        call = router_pb2_grpc.RouterServiceStub(channel).PushAdapter(iter(requests), timeout=60)
+        with typed_errors(call):
+            return list((await call).results)
 
 
 async def unload(router: str, name: str, version: int = 0) -> None:
@@ -215,8 +215,9 @@ async def test_adapters_are_forgotten_by_name_before_the_weights_change(
         ]
         async with open_channel(router.address) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
-            with pytest.raises(InvalidFieldError, match="unload them first"), typed_errors():
-                await stub.PushWeights(iter(requests), timeout=60)
+            call = stub.PushWeights(iter(requests), timeout=60)
+            with pytest.raises(InvalidFieldError, match="unload them first"), typed_errors(call):
+                await call
             await unload(router.address, "math")
             await engine.until_holding()
             assert await retained(router.address) == []

@@ -73,8 +73,9 @@ async def push(
             await then.wait()
 
     async with open_channel(router) as channel:
-        with typed_errors():
-            return await router_pb2_grpc.RouterServiceStub(channel).PushWeights(parts(), timeout=60)
+        call = router_pb2_grpc.RouterServiceStub(channel).PushWeights(parts(), timeout=60)
+        with typed_errors(call):
+            return await call
 
 
 async def until_receiving(folder: Path) -> None:

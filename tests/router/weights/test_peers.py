@@ -72,8 +72,9 @@ class Pair:
         ]
         async with open_channel(self.addresses[number]) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
-            with typed_errors():
-                response = await stub.PushWeights(iter(requests), timeout=60)
+            call = stub.PushWeights(iter(requests), timeout=60)
+            with typed_errors(call):
+                response = await call
         return response.policy_version
 
     async def kept(self, number: int) -> peers_pb2.KeptWeights | None:

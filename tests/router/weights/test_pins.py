@@ -134,8 +134,9 @@ async def test_a_push_with_a_deadline_says_who_pins_the_weights(place: Place) ->
         stub = router_pb2_grpc.RouterServiceStub(channel)
         request = router_pb2.PushWeightsRequest(header=header)
         with pytest.raises(WeightsPinnedError, match=r"^math pins version 1 for up to \d+ s more"):
-            with typed_errors():
-                await stub.PushWeights(iter([request]), timeout=5.2)
+            call = stub.PushWeights(iter([request]), timeout=5.2)
+            with typed_errors(call):
+                await call
     await client.pin_weights("math", 1, 0)
     await client.push_weights(TENSORS, 2)
 
