@@ -5,7 +5,7 @@ import pytest
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import collector_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from rollmesh.view import Index, Selection, closed_session
-from tests.collector.records import record as stored
+from tests.collector.records import record as stored, tree
 
 _RUN = 10**12
 _EVAL = session_pb2.SESSION_PURPOSE_EVAL
@@ -303,6 +303,13 @@ def test_a_shared_node_is_shown_as_in_the_path_that_trains_it() -> None:
         (False, 2),
         (True, 0),
     ]
+
+
+def test_the_path_of_a_tree_with_an_id_twice_ends() -> None:
+    one = session_pb2.SessionRecord(session_id="twice", tree=tree())
+    one.tree.nodes[1].node_id = 1
+    shown = closed_session(collector_pb2.ReadSessionsResponse(session=one), None)
+    assert [path["nodes"] for path in shown["paths"]] == [[1, 3]]
 
 
 def test_a_session_that_is_recorded_as_text_has_its_messages_as_nodes() -> None:

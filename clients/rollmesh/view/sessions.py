@@ -315,9 +315,9 @@ def _paths_of_tree(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for leaf in nodes:
         if leaf["node_id"] in inner:
             continue
-        path, at = [], leaf["node_id"]
-        while at is not None:
-            path.append(at)
+        path, at = dict[int, None](), leaf["node_id"]
+        while at is not None and at not in path:  # a damaged tree has an id twice
+            path[at] = None
             at = by_id[at]["parent"]
         paths.append(
             {
@@ -326,7 +326,7 @@ def _paths_of_tree(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "label": leaf["label"],
                 "reasons": leaf["reasons"],
                 "reward": None,
-                "nodes": path[::-1],
+                "nodes": list(path)[::-1],
             }
         )
     return paths
