@@ -80,6 +80,16 @@ async def test_the_key_of_large_bodies_is_checked_once_a_minute(
         assert len(gateway.checked_keys) == 5
 
 
+async def test_a_sidecar_remembers_a_bounded_number_of_checked_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollmesh.sidecar.gateways._MOST_CHECKED", 1)
+    async with served() as (url, gateway):
+        for head, checked in ((CHAT, 1), (CHAT, 1), (OTHER, 2), (OTHER, 2), (CHAT, 3)):
+            assert await large_turn(url, head) == 200
+            assert len(gateway.checked_keys) == checked
+
+
 async def test_slow_clients_without_a_key_do_not_keep_large_requests_out() -> None:
     async with served(max_bytes_in_flight=16 * MIB) as (url, _), AsyncExitStack() as stack:
         for at in range(60):
