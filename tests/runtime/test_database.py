@@ -7,6 +7,7 @@ import sqlite3
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rollmesh.runtime import Database
 from rollmesh.runtime.errors import (
     RollmeshError,
     SessionUnknownError,
+    ShuttingDownError,
     StoreError,
     StoreFullError,
     StoreInUseError,
@@ -344,3 +346,20 @@ async def test_an_opening_that_is_cancelled_closes_the_file(tmp_path: Path) -> N
         assert f"sqlite-{path.stem}" not in [one.name for one in threading.enumerate()]
     async with Database(path, SCHEMA, VERSION) as database:
         await database.run(inserting(1))
+
+
+async def test_a_store_takes_no_job_from_the_moment_that_it_closes(tmp_path: Path) -> None:
+    loop, go_on = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+
+    async def be_late() -> None:
+        try:
+            with pytest.raises(ShuttingDownError):
+                await store.run(inserting(1))
+        finally:
+            go_on.set()
+
+    async with asyncio.TaskGroup() as group:
+        async with Database(tmp_path / "store.sqlite", SCHEMA, VERSION) as store:
+            loop.run_in_executor(None, go_on.wait, 30)  # no thread can end the store yet
+            group.create_task(be_late())  # it runs once the store is closing
