@@ -1,10 +1,12 @@
-"""The processes of a mesh, planned from a mesh file or from defaults.
+"""The processes of a mesh, planned from a mesh file or from defaults, and the mesh's tokens.
 
 `rollmesh.runtime.mesh_file` reads the file. `plan_mesh` plans for one
 machine. Other places plan with `processes` and `spec_of`.
 """
 
+import fcntl
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -12,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.runtime import (
+    MeshConfig,
     MeshModel,
     Table,
     Tables,
+    make_folder,
     mesh_config,
     mesh_models,
     own_table,
     shared_settings,
 )
-from rollmesh.runtime.access import CallerConfig
+from rollmesh.runtime.access import CallerConfig, make_tokens
 from rollmesh.runtime.config import ConfigError, has_secret
 from rollmesh.runtime.rpc import GRACE_MS
 
@@ -296,3 +300,42 @@ def _flags(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _flag(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict) else value
+
+
+# The tokens and certificates of a mesh.
+
+
+def mesh_tokens(mesh: MeshConfig) -> Path | None:
+    """Returns the folder of a mesh's tokens, made if missing, or None if the mesh is open.
+
+    Raises:
+        ConfigError: They cannot be written.
+    """
+    if mesh.tokens_path is None:
+        return None
+    folder = mesh.tokens_path.resolve()
+    try:
+        make_folder(folder)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # one process makes the tokens
+            if not (folder / "accepted").exists():
+                make_tokens(folder)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        name = "locks_dir" if mesh.locks_dir else "data_dir"
+        raise ConfigError(f"mesh.{name}: {error}") from error
+    return folder
+
+
+def trainer_files(mesh: MeshConfig, tokens: Path | None) -> dict[str, str]:
+    """Returns the files with which a trainer gets in, by their names in `MeshAddresses`."""
+    shown = {"token_file": str(tokens / "trainer.token")} if tokens else {}
+    if mesh.certificates_dir:
+        folder = Path(mesh.certificates_dir).resolve()
+        shown["tls_ca_file"] = str(folder / "ca.crt")
+        shown["tls_certificate_file"] = str(folder / "trainer.crt")
+        shown["tls_key_file"] = str(folder / "trainer.key")
+        shown["tls_server_name"] = mesh.tls_server_name
+    return shown

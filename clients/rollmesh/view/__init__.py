@@ -6,9 +6,8 @@ May import `batches`, `client`, `record`, `runtime` and `v1`.
 """
 
 from rollmesh.view.app import Viewer, ViewSettings
-from rollmesh.view.history import History
-from rollmesh.view.index import Index
-from rollmesh.view.selection import Selection
+from rollmesh.view.index import Index, Selection
+from rollmesh.view.mesh import History
 from rollmesh.view.sessions import closed_session, running_session
 
 __all__ = [

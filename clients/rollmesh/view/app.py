@@ -25,9 +25,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rollmesh.runtime import REASONS, clock
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionUnknownError
 from rollmesh.v1 import collector_pb2
-from rollmesh.view.index import Index
+from rollmesh.view.index import Index, Selection
 from rollmesh.view.mesh import Mesh
-from rollmesh.view.selection import Selection
 from rollmesh.view.sessions import Decode, closed_session, running_session
 
 _CHOICES_MS = 2_000

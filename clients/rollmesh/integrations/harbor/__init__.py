@@ -20,10 +20,10 @@ from rollmesh.integrations.harbor.details import (
     rollout_details_of as rollout_details_of,
     write_details as write_details,
 )
-from rollmesh.integrations.harbor.local import HarborTrialRunner as HarborTrialRunner
 from rollmesh.integrations.harbor.runner import (
     HarborRolloutError as HarborRolloutError,
     HarborRunner as HarborRunner,
+    HarborTrialRunner as HarborTrialRunner,
     settle as settle,
     task_of as task_of,
 )

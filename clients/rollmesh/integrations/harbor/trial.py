@@ -1,4 +1,4 @@
-"""Runs one trial in Harbor's own environment, of Python 3.12 or newer. Run by `local`.
+"""Runs one trial in Harbor's own environment, of Python 3.12 or newer. Run by `runner`.
 
 The standard input has a line with Harbor's `TrialConfig`. Its end cancels the trial, so that the
 sandbox of a runner that has died ends. Harbor writes the result to the trial's folder.
