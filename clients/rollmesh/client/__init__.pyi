@@ -12,7 +12,6 @@ from rollmesh.client.deliveries import (
     SubscribeOptions as SubscribeOptions,
     Subscription as Subscription,
 )
-from rollmesh.client.engines import EngineControlError as EngineControlError
 from rollmesh.client.evaluations import (
     Estimate as Estimate,
     EvaluatedAttempt as EvaluatedAttempt,
@@ -25,6 +24,7 @@ from rollmesh.client.evaluations import (
 from rollmesh.client.failures import (
     InfrastructureError as InfrastructureError,
     is_infrastructure as is_infrastructure,
+    shielded as shielded,
 )
 from rollmesh.client.observer import Observer as Observer, states_of as states_of
 from rollmesh.client.rollouts import (
@@ -79,7 +79,6 @@ from rollmesh.client.sessions import (
     read_rewards as read_rewards,
     reason_names as reason_names,
 )
-from rollmesh.client.shielding import shielded as shielded
 from rollmesh.client.starts import (
     Start as Start,
     recorded_node as recorded_node,
@@ -92,6 +91,7 @@ from rollmesh.client.transcripts import (
 )
 from rollmesh.client.weights import (
     CHUNK_BYTES as CHUNK_BYTES,
+    EngineControlError as EngineControlError,
     Transfer as Transfer,
     WeightDeltas as WeightDeltas,
     WeightsPushError as WeightsPushError,

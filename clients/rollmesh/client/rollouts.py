@@ -51,18 +51,24 @@ from rollmesh.client.arguments import (
     SamplingPolicy,
     chosen,
 )
-from rollmesh.client.arrivals import Arrivals
 from rollmesh.client.client import Client
 from rollmesh.client.deliveries import SubscribeOptions, Subscription
-from rollmesh.client.failures import is_infrastructure, text_of
+from rollmesh.client.failures import is_infrastructure, shielded, text_of
 from rollmesh.client.runners import AgentRunner, agent_name, find_runner
-from rollmesh.client.sessions import Outcome, Rewards, Session, SessionResult, read_rewards
-from rollmesh.client.shielding import shielded
+from rollmesh.client.sessions import (
+    Delivery,
+    Outcome,
+    Rewards,
+    Session,
+    SessionResult,
+    read_rewards,
+)
 from rollmesh.client.starts import Start
 from rollmesh.client.transcripts import Transcript
 from rollmesh.runtime import Backoff, clock
 from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.errors import (
+    DeadlineError,
     InvalidFieldError,
     RepeatConflictError,
     RollmeshError,
@@ -71,6 +77,84 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.telemetry import fields
 from rollmesh.v1 import collector_pb2, gateway_pb2, session_pb2
 from rollmesh.v1.sampling_pb2 import AdapterChoice
+
+_log = logging.getLogger(__name__)
+
+# Each delivered session goes to the task that closed it and awaits it.
+
+
+class Arrivals:
+    """Gives each delivered session to the task that awaits it.
+
+    A session that nobody awaits is acknowledged and logged: its attempt failed, or it belongs to a
+    trainer that died, whose successor rolls the sample out again.
+    """
+
+    def __init__(self, sessions: Subscription) -> None:
+        """Takes a subscription with `unit="session"`. `serve` reads it."""
+        self._sessions = sessions
+        self._awaited: dict[str, asyncio.Future[Delivery]] = {}
+
+    async def serve(self) -> None:
+        """Reads deliveries until it is cancelled.
+
+        Raises:
+            RollmeshError: The collector refuses the subscription.
+        """
+        async for delivery in self._sessions:
+            session_id = delivery.sessions[0].session_id
+            future = self._awaited.get(session_id)
+            if future is not None and not future.done():
+                future.set_result(delivery)
+                continue
+            _log.info("unexpected session acknowledged", extra=fields(session_id=session_id))
+            await self._sessions.acknowledge(delivery)
+
+    @asynccontextmanager
+    async def awaited(self, session_id: str) -> AsyncIterator["Arrival"]:
+        """Awaits a session. Enter the block before the session is closed.
+
+        Leaving the block acknowledges the session if it has arrived, also after an error. A
+        cancellation does not acknowledge it: the trainer's successor gets it.
+        """
+        future: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
+        self._awaited[session_id] = future
+        try:
+            yield Arrival(future)
+        except Exception:
+            await self._acknowledge(future)
+            raise
+        else:
+            await self._acknowledge(future)
+        finally:
+            del self._awaited[session_id]
+
+    async def _acknowledge(self, future: asyncio.Future[Delivery]) -> None:
+        if future.done() and not future.cancelled():
+            await self._sessions.acknowledge(future.result())
+
+
+class Arrival:
+    """One session on its way."""
+
+    def __init__(self, future: asyncio.Future[Delivery]) -> None:
+        """Made by `Arrivals.awaited`."""
+        self._future = future
+
+    async def session(self, timeout_s: float) -> SessionResult:
+        """Returns the session once the collector has delivered it.
+
+        Raises:
+            DeadlineError: The collector did not deliver it within `timeout_s` seconds.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                delivery = await self._future
+        except TimeoutError as error:
+            said = f"the collector did not deliver the session within {timeout_s:g} s"
+            raise DeadlineError(said) from error
+        return delivery.sessions[0]
+
 
 # Groups of a rollout: their settings, their outcomes, and whether they can still succeed.
 
@@ -285,7 +369,6 @@ class RewardCalls:
 # TaskGroup, because a TaskGroup would wait for it.
 
 _Result = TypeVar("_Result")
-_log = logging.getLogger(__name__)
 
 
 class AgentTimeLimitError(Exception):

@@ -1,4 +1,4 @@
-"""Pushes weights through the router to all engines."""
+"""Calls to all engines of a model, through the router: control, and pushes of weights."""
 
 import asyncio
 import itertools
@@ -11,21 +11,113 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
 from rollmesh.client.arguments import chosen, filled
-from rollmesh.client.connections import CALL_S
-from rollmesh.client.engines import PAUSE_MODES, EngineControlError
+from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.client.runs import RunCalls
 from rollmesh.mesh import weights_of
 from rollmesh.runtime import run_of, start_of, version_of
 from rollmesh.runtime.codec import Bits, Difference, checksum
-from rollmesh.runtime.errors import InvalidFieldError, NoEngineError, WeightsBaseError
+from rollmesh.runtime.errors import (
+    InvalidFieldError,
+    NoEngineError,
+    RollmeshError,
+    WeightsBaseError,
+)
 from rollmesh.runtime.rpc import from_status, read_answer, typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc, sampling_pb2
 from rollmesh.v1.sampling_pb2 import PolicyRun
+
+# Control of the engines of a model.
+
+_TIMEOUT_S = 600.0
+_Control: TypeAlias = engine_pb2.ControlEnginesRequest
+PauseModeName = Literal["keep", "abort", "wait"]
+PAUSE_MODES = {
+    "keep": engine_pb2.PAUSE_MODE_KEEP,
+    "abort": engine_pb2.PAUSE_MODE_ABORT,
+    "wait": engine_pb2.PAUSE_MODE_WAIT,
+}
+"""The treatment of running generations, by name."""
+
+
+class EngineControlError(RollmeshError):
+    """A control call failed at an engine. `results` has the result of every engine.
+
+    Read the results. The other engines succeeded.
+    """
+
+    code = "INTERNAL"
+    reason = "ENGINE_CONTROL_FAILED"
+
+    def __init__(self, results: Sequence[engine_pb2.EngineResult]) -> None:
+        """Takes the results. The message names the engines that failed and why."""
+        failed = [result for result in results if result.status.code]
+        super().__init__("; ".join(f"{one.engine_id}: {one.status.message}" for one in failed))
+        self.results = list(results)
+
+
+class EngineCalls(Connections):
+    """Controls the engines of a model.
+
+    Every method returns one result per engine and raises `EngineControlError` if an engine failed.
+    If the router is lost in the middle, it is repeated, at another router or at the same one when
+    it is back, for a minute. No engine does anything twice. `model` may be empty if the mesh has
+    only one.
+    """
+
+    async def pause_engines(
+        self, mode: PauseModeName = "keep", model: str = ""
+    ) -> list[engine_pb2.EngineResult]:
+        """Pauses sampling. Turns of sessions wait until the engines resume.
+
+        Args:
+            mode: The treatment of running generations: "keep" continues them later, "abort" ends
+                them, "wait" lets them run to their end.
+            model: Name of the model.
+        """
+        return await self._control(
+            model, pause=_Control.Pause(mode=chosen("mode", mode, PAUSE_MODES))
+        )
+
+    async def resume_engines(self, model: str = "") -> list[engine_pb2.EngineResult]:
+        """Resumes sampling."""
+        return await self._control(model, resume=_Control.Resume())
+
+    async def sleep_engines(self, level: int = 1, model: str = "") -> list[engine_pb2.EngineResult]:
+        """Frees accelerator memory. Turns of sessions wait until engines wake up.
+
+        Args:
+            level: 1 keeps the weights in host memory, 2 drops them.
+            model: Name of the model.
+        """
+        return await self._control(model, sleep=_Control.Sleep(level=level))
+
+    async def wake_up_engines(self, model: str = "") -> list[engine_pb2.EngineResult]:
+        """Allocates the memory again and samples again."""
+        return await self._control(model, wake_up=_Control.WakeUp())
+
+    async def reset_prefix_caches(self, model: str = "") -> list[engine_pb2.EngineResult]:
+        """Empties the prefix caches. An engine whose running generations use its own fails."""
+        return await self._control(model, reset_prefix_cache=_Control.ResetPrefixCache())
+
+    async def abort_generations(self, model: str = "") -> list[engine_pb2.EngineResult]:
+        """Aborts all running generations. Turns of sessions continue or begin again."""
+        return await self._control(model, abort=_Control.Abort(all=True))
+
+    async def _control(self, model: str, **action: Any) -> list[engine_pb2.EngineResult]:
+        request = _Control(model=model, request_id=uuid.uuid4().hex, **action)
+        response = await self._routers.repeat(
+            lambda router: router.ControlEngines(request, timeout=_TIMEOUT_S)
+        )
+        results = list(response.results)
+        if any(result.status.code for result in results):
+            raise EngineControlError(results)
+        return results
+
 
 # Encodes tensors as a safetensors file, in chunks.
 #
@@ -125,7 +217,6 @@ def _data(tensor: Any) -> memoryview:
     return flat.view(np.uint8).data
 
 
-_TIMEOUT_S = 600.0
 _PUSH_S = _TIMEOUT_S + 3_600.0
 """Of a push of weights, which waits while they are pinned: at most an hour."""
 _MOST_FULL_EVERY = 64
