@@ -13,7 +13,7 @@ CEILINGS = {
     "services/router/rollmesh/router": (4_542, 17),
     "services/collector/rollmesh/collector": (5_297, 13),
     "services/collector/rollmesh/scorer": (366, 6),
-    "clients/rollmesh/sidecar": (5_595, 17),
+    "clients/rollmesh/sidecar": (5_585, 15),
     "clients/rollmesh/client": (6_984, 20),
     "clients/rollmesh/record": (3_536, 14),
     "clients/rollmesh/batches": (1_072, 6),

@@ -1,5 +1,6 @@
 """The routes of a sidecar, and its HTTP server."""
 
+import asyncio
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -18,18 +19,77 @@ from rollmesh.mesh import DialOut, GatewayDirectory, Membership
 from rollmesh.runtime.access import Identity
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc import bind_host
+from rollmesh.sidecar import body
 from rollmesh.sidecar.chat import CHAT
 from rollmesh.sidecar.config import SidecarConfig, advertised
-from rollmesh.sidecar.errors import MethodUnknownError, PathUnknownError, typed
+from rollmesh.sidecar.errors import MethodUnknownError, ModelUnknownError, PathUnknownError, typed
 from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.google import COUNT_CONTENT, GENERATE, STREAM
 from rollmesh.sidecar.http import HttpServer, bound, http_served
-from rollmesh.sidecar.lineage import declare_lineage
 from rollmesh.sidecar.messages import COUNT_TOKENS, MESSAGES
-from rollmesh.sidecar.models import get_model, list_models
 from rollmesh.sidecar.responses import COUNT_INPUT, RESPONSES, delete, retrieve
-from rollmesh.sidecar.turn import Protocol, TurnEndpoint
-from rollmesh.v1 import router_pb2
+from rollmesh.sidecar.turn import HELD_BODY, Protocol, TurnEndpoint, read_head
+from rollmesh.v1 import gateway_pb2, router_pb2
+
+# The route by which agents declare how their model requests belong together.
+
+
+async def declare_lineage(gateways: Gateways, request: Request) -> Response:
+    """`POST /v1/lineage`: keeps edges, and answers once they are durable.
+
+    The key is checked before the body is received, and the body is read in a thread.
+    """
+    head = read_head(request.scope)
+    await gateways.check_key(head.session_id, head.session_key)
+    if (held := request.scope.get(HELD_BODY)) is not None:
+        held.belongs_to(f"session {head.session_id}")
+    edges = await asyncio.to_thread(body.read_edges, await request.body())
+    asked = gateway_pb2.DeclareLineageRequest(
+        session_id=head.session_id, session_key=head.session_key, edges=edges
+    )
+    declared = await gateways.ask(head.session_id, "DeclareLineage", asked)
+    return JSONResponse({"object": "lineage", "edges": declared.edges})
+
+
+# The routes that list the models of the mesh, in the form of the SDK that asks.
+
+
+async def list_models(directory: GatewayDirectory, request: Request) -> Response:
+    """`GET /v1/models`, or `GET /v1beta/models`: the models that gateways serve."""
+    entries = [_model_entry(name, request) for name in await directory.models()]
+    if _is_of_google(request):
+        return JSONResponse({"models": entries})
+    return JSONResponse({"object": "list", "data": entries})
+
+
+async def get_model(directory: GatewayDirectory, request: Request) -> Response:
+    """The same with the name of a model behind.
+
+    Raises:
+        ModelUnknownError: It is not served.
+    """
+    name = request.path_params["model"]
+    served = await directory.models()
+    if name not in served:
+        listed = ", ".join(served) or "none is served now"
+        problem = f"{name!r:.300} does not exist; give one of those served ({listed})"
+        raise ModelUnknownError("model", problem)
+    return JSONResponse(_model_entry(name, request))
+
+
+def _is_of_google(request: Request) -> bool:
+    """Returns whether Google's SDK asks, which calls the path of OpenAI too."""
+    return "/v1beta/" in request.scope["path"] or "x-goog-api-client" in request.headers
+
+
+def _model_entry(name: str, request: Request) -> dict[str, object]:
+    if not _is_of_google(request):
+        return {"id": name, "object": "model", "created": 0, "owned_by": "rollmesh"}
+    methods = ["generateContent", "countTokens"]
+    return {"name": f"models/{name}", "displayName": name, "supportedGenerationMethods": methods}
+
+
+# All routes, and the server.
 
 PROTOCOLS: Mapping[str, Protocol] = {
     "/v1/chat/completions": CHAT,
