@@ -3,8 +3,7 @@
 Modules, each importing only those below it:
 
     __main__
-    service               the scorer as a service, and its RPC
-    workers               worker processes, and the calls that wait for one
+    service               the scorer as a service, its RPC, and worker processes
     config
 
 `worker` is the program that a worker process runs. It is never imported.

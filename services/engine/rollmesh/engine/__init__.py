@@ -1,6 +1,6 @@
 """The engine: token-level generation over one model replica.
 
-Read first: `servicer`, `generations`, `control`, `backend`.
+Read first: `service`, `generations`, `control`, `backend`.
 
 May import `mesh`, `runtime` and `v1`. Only `engine.vllm` imports vLLM and torch.
 """

@@ -39,5 +39,8 @@ from rollmesh.engine.scripted import (
     ScriptedBackend as ScriptedBackend,
     scripted_experts as scripted_experts,
 )
-from rollmesh.engine.service import EngineService as EngineService, make_backend as make_backend
-from rollmesh.engine.servicer import EngineServicer as EngineServicer
+from rollmesh.engine.service import (
+    EngineService as EngineService,
+    EngineServicer as EngineServicer,
+    make_backend as make_backend,
+)

@@ -7,12 +7,11 @@ Modules, each of which imports only those below it:
     dispatch | pushes     streams of leases. Pushes of weights and adapters
     updates               what engines lack, and how they get it
     peers                 weights held equal between routers
-    models                the models, their engines and kept weights
-    metrics | kept | pins kept weights on disk. Evaluations for which pushes wait
+    models                the models, their engines and weights. Evaluations for which pushes wait
+    metrics | kept        kept weights on disk
     config
     leases                streams, sessions, the queue: every step of a lease
-    engines | membership  which engine a turn gets. Members, and which gateway a session gets
-    circuits              whether turns reach an engine
+    engines | membership  engines, their circuits, and which a turn gets. Members and gateways
 
 Read first: `leases`, `engines`.
 

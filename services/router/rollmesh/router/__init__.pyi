@@ -1,9 +1,10 @@
 """The door of `rollmesh.router`: its names for other rooms and tests."""
 
-from rollmesh.router.circuits import Circuit as Circuit, CircuitLimits as CircuitLimits
 from rollmesh.router.config import RouterConfig as RouterConfig
 from rollmesh.router.engines import (
     Choice as Choice,
+    Circuit as Circuit,
+    CircuitLimits as CircuitLimits,
     Engine as Engine,
     Fleet as Fleet,
     Lease as Lease,

@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from rollmesh.internal.v1 import leases_pb2
-from rollmesh.router.circuits import CircuitLimits
 from rollmesh.router.engines import (
     IMBALANCE_MARGIN,
     NO_ENGINES,
     Choice,
+    CircuitLimits,
     Engine,
     Fleet,
     Lease,

@@ -18,10 +18,9 @@ from rollmesh.internal.v1 import (
 )
 from rollmesh.mesh import Tunnels
 from rollmesh.router import metrics
-from rollmesh.router.circuits import CircuitLimits
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.dispatch import Dispatch, warn_of_misfits
-from rollmesh.router.engines import Engine
+from rollmesh.router.engines import CircuitLimits, Engine
 from rollmesh.router.kept import revision_of
 from rollmesh.router.leases import LeaseTable
 from rollmesh.router.membership import Members

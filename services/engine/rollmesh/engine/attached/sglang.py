@@ -13,8 +13,15 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from rollmesh.engine.attached.answers import Answer, Row, expect, read_id, well_formed
-from rollmesh.engine.attached.dialect import NOT_SENT, Dialect
+from rollmesh.engine.attached.dialect import (
+    NOT_SENT,
+    Answer,
+    Dialect,
+    Row,
+    expect,
+    read_id,
+    well_formed,
+)
 from rollmesh.engine.attached.server import RefusedError
 from rollmesh.engine.backend import (
     FINISHES,
