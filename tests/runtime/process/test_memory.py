@@ -8,7 +8,7 @@ import pytest
 
 MESSAGES = """
 import resource
-from rollmesh.runtime.process.memory import keep_freed_memory
+from rollmesh.runtime.process.host import keep_freed_memory
 {call}
 def cleared():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -33,7 +33,6 @@ from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, sampling_pb2
 
 _log = logging.getLogger(__name__)
 
-
 # Pins of weights: an evaluation keeps the weights of a model until it ends, and pushes wait.
 
 _MOST_PINS = 1_024

@@ -62,9 +62,14 @@ from rollmesh.engine.vllm.chunks import (
     messages,
     scores_of,
 )
-from rollmesh.engine.vllm.constraint import has_tokenizer, vocabulary_of, written
 from rollmesh.engine.vllm.grammars import Grammars
-from rollmesh.engine.vllm.images import ImagePrompts, takes_images
+from rollmesh.engine.vllm.inputs import (
+    ImagePrompts,
+    has_tokenizer,
+    takes_images,
+    vocabulary_of,
+    written,
+)
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec import EXPERTS, SUPPORT, ImageLimits, experts_column, name_of
 from rollmesh.runtime.config import ConfigError

@@ -13,8 +13,12 @@ from rollmesh.runtime.access.identity import Identity, present
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.process import faults
-from rollmesh.runtime.process.memory import keep_freed_memory
-from rollmesh.runtime.process.signals import print_ready, raise_descriptor_limit, stop_signals
+from rollmesh.runtime.process.host import (
+    keep_freed_memory,
+    print_ready,
+    raise_descriptor_limit,
+    stop_signals,
+)
 from rollmesh.runtime.rpc.listening import PortInUseError, ServerConfig
 from rollmesh.runtime.rpc.server import Service, serve
 from rollmesh.runtime.telemetry import tracing
