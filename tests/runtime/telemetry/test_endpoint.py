@@ -152,7 +152,7 @@ def test_a_client_that_does_not_read_ends_for_another(port: int) -> None:
 
 
 def test_a_head_without_end_is_cut_off(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollmesh.runtime.telemetry.endpoint._LONGEST_S", 1000)
+    monkeypatch.setattr("rollmesh.runtime.telemetry.metrics._LONGEST_S", 1000)
     line = b"X: " + b"x" * 995 + b"\r\n"
     with connected(port, b"GET /metrics HTTP/1.1\r\n" + line * 17) as client:
         ended(client)
@@ -163,7 +163,7 @@ def test_a_head_without_end_is_cut_off(port: int, monkeypatch: pytest.MonkeyPatc
 def test_a_request_ends_after_its_time(
     port: int, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr("rollmesh.runtime.telemetry.endpoint._LONGEST_S", 0.1)
+    monkeypatch.setattr("rollmesh.runtime.telemetry.metrics._LONGEST_S", 0.1)
     with connected(port, sent) as client:
         ended(client)
 

@@ -20,16 +20,14 @@ from rollmesh.chat.templates.loading import (
     vocabulary_of as vocabulary_of,
 )
 from rollmesh.chat.templates.probing import (
-    RememberedTemplate as RememberedTemplate,
-    SystemRule as SystemRule,
-    probe as probe,
-)
-from rollmesh.chat.templates.profile import (
     MOVING as MOVING,
     REWRITING as REWRITING,
     Finding as Finding,
     Kind as Kind,
+    RememberedTemplate as RememberedTemplate,
+    SystemRule as SystemRule,
     TemplateProfile as TemplateProfile,
+    probe as probe,
 )
 from rollmesh.chat.templates.special_text import SpecialText as SpecialText
 from rollmesh.chat.templates.windows import (

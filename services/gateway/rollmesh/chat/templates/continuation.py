@@ -37,12 +37,13 @@ from rollmesh.chat.messages import MessageGroup, RenderContext, images_of
 from rollmesh.chat.rendering import ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.cutter import Cutter
 from rollmesh.chat.templates.jinja import unix_now
-from rollmesh.chat.templates.probing import Probed, probe
-from rollmesh.chat.templates.profile import (
+from rollmesh.chat.templates.probing import (
     REWRITING,
     Finding,
+    Probed,
     TemplatePair,
     joined,
+    probe,
 )
 from rollmesh.chat.templates.windows import Ends, TemplateRefusedError, place
 from rollmesh.chat.tokenizer import ModelTokenizer, TokenIds

@@ -5,7 +5,7 @@ from typing import Any
 
 from rollmesh.chat.rendering import ModelTemplate
 from rollmesh.chat.templates.jinja import ChatTemplate, variables_of
-from rollmesh.chat.templates.profile import TemplatePair
+from rollmesh.chat.templates.probing import TemplatePair
 from rollmesh.chat.tokenizer import ModelFilesError, ModelTokenizer, Tokenizer, read_json
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"

@@ -38,9 +38,14 @@ from rollmesh.runtime.rpc.listening import (
     bind_host,
     check_exposed,
 )
-from rollmesh.runtime.telemetry.endpoint import metrics_endpoint
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.runtime.telemetry.metrics import count_refused, samples, watch_bytes, watch_disk
+from rollmesh.runtime.telemetry.metrics import (
+    count_refused,
+    metrics_endpoint,
+    samples,
+    watch_bytes,
+    watch_disk,
+)
 from rollmesh.v1 import server_pb2, server_pb2_grpc
 
 # ServerService: the release and the capabilities of a server.

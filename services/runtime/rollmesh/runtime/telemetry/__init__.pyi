@@ -4,7 +4,6 @@ from rollmesh.runtime.telemetry.contents import (
     content_of as content_of,
     genai_message as genai_message,
 )
-from rollmesh.runtime.telemetry.endpoint import metrics_endpoint as metrics_endpoint
 from rollmesh.runtime.telemetry.logs import (
     JsonFormatter as JsonFormatter,
     configure_logging as configure_logging,
@@ -17,6 +16,7 @@ from rollmesh.runtime.telemetry.metrics import (
     BYTES_IN_FLIGHT as BYTES_IN_FLIGHT,
     count_refused as count_refused,
     count_rpc as count_rpc,
+    metrics_endpoint as metrics_endpoint,
     show_alarms as show_alarms,
     watch_bytes as watch_bytes,
 )

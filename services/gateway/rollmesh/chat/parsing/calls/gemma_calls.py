@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from rollmesh.chat.json_values import read_json, write_json
-from rollmesh.chat.parsing.calls.literals import LiteralReader, NoLiteralError
+from rollmesh.chat.parsing.calls.python_calls import LiteralReader, NoLiteralError
 from rollmesh.chat.parsing.parser import (
     NAME_CHARACTER,
     Coming,
