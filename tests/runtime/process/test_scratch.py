@@ -19,7 +19,7 @@ from tests.paths import ROOT
 
 HOLDER = """
 import signal, sys
-from rollmesh.runtime.process.host import Scratch
+from rollmesh.runtime.process.scratch import Scratch
 held = Scratch("test")
 print(held.path, flush=True)
 signal.pause()

@@ -7,10 +7,10 @@ from rollmesh.runtime.process.children import (
 )
 from rollmesh.runtime.process.host import (
     FreedMemory as FreedMemory,
-    Scratch as Scratch,
     keep_freed_memory as keep_freed_memory,
     print_ready as print_ready,
     raise_descriptor_limit as raise_descriptor_limit,
     stop_signals as stop_signals,
 )
 from rollmesh.runtime.process.main import run_service as run_service
+from rollmesh.runtime.process.scratch import Scratch as Scratch
