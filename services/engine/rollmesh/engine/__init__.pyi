@@ -14,6 +14,7 @@ from rollmesh.engine.backend import (
 )
 from rollmesh.engine.checkpoints import (
     Header as Header,
+    apply as apply,
     find_fault as find_fault,
     find_misfit as find_misfit,
     read_headers as read_headers,
@@ -26,7 +27,6 @@ from rollmesh.engine.control import (
     Held as Held,
 )
 from rollmesh.engine.generations import Generations as Generations
-from rollmesh.engine.kept_file import apply as apply
 from rollmesh.engine.requests import (
     check_constraint as check_constraint,
     most_optional as most_optional,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from rollmesh.engine import metrics
 from rollmesh.engine.backend import Backend, PauseMode, Transfer
-from rollmesh.engine.kept_file import KeptFile
+from rollmesh.engine.checkpoints import KeptFile
 from rollmesh.engine.requests import read_transfer
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (

@@ -55,8 +55,9 @@ from rollmesh.chat.messages import (
     group_messages as group_messages,
     images_of as images_of,
     new_call_id as new_call_id,
+    read_messages as read_messages,
+    write_message as write_message,
 )
-from rollmesh.chat.openai import read_messages as read_messages, write_message as write_message
 from rollmesh.chat.parsing.parser import (
     ParserEvent as ParserEvent,
     ReasoningEvent as ReasoningEvent,

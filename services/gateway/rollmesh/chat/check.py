@@ -9,9 +9,9 @@ from rollmesh.chat.parsing.detection import choose, known_parsers
 from rollmesh.chat.parsing.formats import UNKNOWN, AnswerFormat
 from rollmesh.chat.rendering import TemplateRenderError
 from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.cutter import TemplateRefusedError
 from rollmesh.chat.templates.loading import load_model
 from rollmesh.chat.templates.probing import REWRITING, TemplateProfile
-from rollmesh.chat.templates.windows import TemplateRefusedError
 from rollmesh.chat.tokenizer import ModelFilesError
 
 

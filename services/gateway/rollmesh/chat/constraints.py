@@ -26,7 +26,7 @@ from rollmesh.chat.parsing.formats import (
     named_functions,
     tool_schemas,
 )
-from rollmesh.chat.parsing.schemas import Schemas
+from rollmesh.chat.parsing.parser import Schemas
 from rollmesh.chat.tokenizer import ModelTokenizer
 
 _MOST_WHITESPACE = 32  # characters in a row. Without a limit some models never stop writing them

@@ -28,18 +28,19 @@ from rollmesh.chat.messages import (
     group_messages,
     images_of,
     new_call_id,
+    read_messages,
+    write_message,
 )
-from rollmesh.chat.openai import read_messages, write_message
 from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
 from rollmesh.chat.parsing.detection import check_readable, choose
 from rollmesh.chat.parsing.formats import UNKNOWN, VLLM, AnswerFormat
 from rollmesh.chat.parsing.parser import ParserEvent
 from rollmesh.chat.rendering import TemplateRenderError
 from rollmesh.chat.templates.continuation import Continuation, Seen
+from rollmesh.chat.templates.cutter import TemplateRefusedError
 from rollmesh.chat.templates.jinja import unix_now
 from rollmesh.chat.templates.loading import load_model
 from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.chat.templates.windows import TemplateRefusedError
 from rollmesh.chat.tokenizer import ModelTokenizer, SpecialTextError, TokenIds
 
 _REFUSALS = (TemplateRenderError, TemplateRefusedError, SpecialTextError)

@@ -53,7 +53,6 @@ from rollmesh.engine.backend import (
 )
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.requests import MAX_TOP_K, check_temperature, read_generate, vllm_sampling
-from rollmesh.engine.vllm.adapters import AdapterChecks, linear_modules, modules_of
 from rollmesh.engine.vllm.chunks import (
     Heartbeat,
     RunningRequest,
@@ -64,8 +63,11 @@ from rollmesh.engine.vllm.chunks import (
 )
 from rollmesh.engine.vllm.grammars import Grammars
 from rollmesh.engine.vllm.inputs import (
+    AdapterChecks,
     ImagePrompts,
     has_tokenizer,
+    linear_modules,
+    modules_of,
     takes_images,
     vocabulary_of,
     written,

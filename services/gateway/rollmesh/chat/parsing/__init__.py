@@ -37,6 +37,7 @@ from rollmesh.chat.parsing.formats import (
 )
 from rollmesh.chat.parsing.parser import (
     Reading as Reading,
+    Schema as Schema,
     ToolParser as ToolParser,
     WholeCallParser as WholeCallParser,
 )
@@ -46,4 +47,3 @@ from rollmesh.chat.parsing.reasoning import (
     TAGS as TAGS,
     ReasoningSplitter as ReasoningSplitter,
 )
-from rollmesh.chat.parsing.schemas import Schema as Schema

@@ -21,9 +21,14 @@ from rollmesh.chat.parsing.calls import (
 from rollmesh.chat.parsing.calls.json_calls import ObjectCallParser, ObjectFormat
 from rollmesh.chat.parsing.calls.python_calls import PythonicCallParser, PythonicFormat
 from rollmesh.chat.parsing.calls.xml_calls import TaggedCallParser, TaggedFormat
-from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, ToolParser, WholeCallParser
+from rollmesh.chat.parsing.parser import (
+    MOST_NAME,
+    NAME_CHARACTER,
+    Schemas,
+    ToolParser,
+    WholeCallParser,
+)
 from rollmesh.chat.parsing.reasoning import REASONING_TAGS, TAGS, ReasoningSplitter
-from rollmesh.chat.parsing.schemas import Schemas
 
 VLLM = "vllm:"
 """Prefix of the name of a parser that vLLM has."""

@@ -12,6 +12,11 @@ from rollmesh.chat.templates.continuation import (
     Seen as Seen,
     shown_time as shown_time,
 )
+from rollmesh.chat.templates.cutter import (
+    RefusedOrder as RefusedOrder,
+    TemplateRefusedError as TemplateRefusedError,
+    readable as readable,
+)
 from rollmesh.chat.templates.jinja import ChatTemplate as ChatTemplate
 from rollmesh.chat.templates.loading import (
     context_of as context_of,
@@ -30,8 +35,3 @@ from rollmesh.chat.templates.probing import (
     probe as probe,
 )
 from rollmesh.chat.templates.special_text import SpecialText as SpecialText
-from rollmesh.chat.templates.windows import (
-    RefusedOrder as RefusedOrder,
-    TemplateRefusedError as TemplateRefusedError,
-    readable as readable,
-)

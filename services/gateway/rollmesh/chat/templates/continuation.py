@@ -35,7 +35,7 @@ from rollmesh.chat.canonical import spelling_key
 from rollmesh.chat.images import ImageRule, Placeholder, expand, locate, reserved_texts
 from rollmesh.chat.messages import MessageGroup, RenderContext, images_of
 from rollmesh.chat.rendering import ModelTemplate, TemplateRenderError
-from rollmesh.chat.templates.cutter import Cutter
+from rollmesh.chat.templates.cutter import Cutter, Ends, TemplateRefusedError, place
 from rollmesh.chat.templates.jinja import unix_now
 from rollmesh.chat.templates.probing import (
     REWRITING,
@@ -45,7 +45,6 @@ from rollmesh.chat.templates.probing import (
     joined,
     probe,
 )
-from rollmesh.chat.templates.windows import Ends, TemplateRefusedError, place
 from rollmesh.chat.tokenizer import ModelTokenizer, TokenIds
 
 # Compares a template's text with the ids of a session.

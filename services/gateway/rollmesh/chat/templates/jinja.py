@@ -18,8 +18,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rollmesh.chat.json_values import escape_surrogates, read_json, replace_surrogates
-from rollmesh.chat.messages import Message, RenderContext
-from rollmesh.chat.openai import write_call, write_message
+from rollmesh.chat.messages import Message, RenderContext, write_call, write_message
 from rollmesh.chat.rendering import Messages, ModelTemplate, TemplateRenderError
 from rollmesh.chat.tokenizer import Tokenizer
 

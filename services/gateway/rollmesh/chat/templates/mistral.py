@@ -28,8 +28,7 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Referen
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
 from rollmesh.chat.json_values import replace_surrogates
-from rollmesh.chat.messages import Message, RenderContext
-from rollmesh.chat.openai import write_message
+from rollmesh.chat.messages import Message, RenderContext, write_message
 from rollmesh.chat.rendering import Messages, ModelTemplate, TemplateRenderError
 from rollmesh.chat.tokenizer import ModelFilesError, ModelTokenizer, TextStream, TokenIds
 

@@ -29,18 +29,18 @@ from rollmesh.chat.messages import (
 )
 from rollmesh.chat.parsing.reasoning import OPEN
 from rollmesh.chat.rendering import AdaptedTemplate, Messages, ModelTemplate, TemplateRenderError
-from rollmesh.chat.templates.cutter import Cutter
-from rollmesh.chat.templates.jinja import unix_now
-from rollmesh.chat.templates.windows import (
+from rollmesh.chat.templates.cutter import (
     ANY_TOOLS,
     ASKED,
     CALL,
+    Cutter,
     Place,
     RefusedOrder,
     TemplateRefusedError,
     place,
     result,
 )
+from rollmesh.chat.templates.jinja import unix_now
 from rollmesh.chat.tokenizer import ModelTokenizer
 
 # The profile of a template, or of a pair of templates.

@@ -23,11 +23,11 @@ from typing import Literal
 from rollmesh.chat.parsing.parser import (
     NAME_CHARACTER,
     Coming,
+    Schemas,
     StepParser,
     first_of,
     possible_start,
 )
-from rollmesh.chat.parsing.schemas import Schemas
 
 MESSAGE = "<|message|>"
 Kind = Literal["reasoning", "text", "call"]

@@ -18,12 +18,13 @@ from rollmesh.chat.parsing.calls.python_calls import LiteralReader, NoLiteralErr
 from rollmesh.chat.parsing.parser import (
     NAME_CHARACTER,
     Coming,
+    Schema,
+    Schemas,
     StepParser,
     first_of,
     has_words,
     possible_start,
 )
-from rollmesh.chat.parsing.schemas import Schema, Schemas
 
 _CHANNEL, _CHANNEL_END = "<|channel>", "<channel|>"
 _CALL, _CALL_END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'

@@ -16,8 +16,7 @@ from typing import Any
 
 from rollmesh.chat.json_values import write_json
 from rollmesh.chat.parsing.calls.channels import MESSAGE, Kind, WholeCallsParser
-from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, possible_start
-from rollmesh.chat.parsing.schemas import Schema, Schemas
+from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, Schema, Schemas, possible_start
 
 _START, _ENDS = "<|start|>", ("<|eom|>", "<|eot|>")
 _BREAKS = (*_ENDS, _START, MESSAGE)

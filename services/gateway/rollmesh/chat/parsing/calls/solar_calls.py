@@ -13,8 +13,7 @@ import re
 
 from rollmesh.chat.json_values import is_object
 from rollmesh.chat.parsing.calls.channels import Kind, WholeCallsParser
-from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER
-from rollmesh.chat.parsing.schemas import Schemas
+from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, Schemas
 
 _KINDS: dict[str, Kind] = {
     "<|think|>": "reasoning",

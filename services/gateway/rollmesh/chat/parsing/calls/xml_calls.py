@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmesh.chat.json_values import write_json
-from rollmesh.chat.parsing.parser import NAME_CHARACTER, Coming, StepParser
-from rollmesh.chat.parsing.schemas import Schema, Schemas
+from rollmesh.chat.parsing.parser import NAME_CHARACTER, Coming, Schema, Schemas, StepParser
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAG = re.compile(f"{_OPEN}|{_CLOSE}")
