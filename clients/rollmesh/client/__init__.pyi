@@ -6,7 +6,12 @@ from rollmesh.client.arguments import (
     ExportForm as ExportForm,
     chosen as chosen,
 )
-from rollmesh.client.client import Client as Client
+from rollmesh.client.client import (
+    Client as Client,
+    Transcript as Transcript,
+    TranscriptTurn as TranscriptTurn,
+    message_of as message_of,
+)
 from rollmesh.client.connections import MeshAddresses as MeshAddresses
 from rollmesh.client.deliveries import (
     SubscribeOptions as SubscribeOptions,
@@ -83,11 +88,6 @@ from rollmesh.client.starts import (
     Start as Start,
     recorded_node as recorded_node,
     start_of_atif as start_of_atif,
-)
-from rollmesh.client.transcripts import (
-    Transcript as Transcript,
-    TranscriptTurn as TranscriptTurn,
-    message_of as message_of,
 )
 from rollmesh.client.weights import (
     CHUNK_BYTES as CHUNK_BYTES,

@@ -51,7 +51,7 @@ from rollmesh.client.arguments import (
     SamplingPolicy,
     chosen,
 )
-from rollmesh.client.client import Client
+from rollmesh.client.client import Client, Transcript
 from rollmesh.client.deliveries import SubscribeOptions, Subscription
 from rollmesh.client.failures import is_infrastructure, shielded, text_of
 from rollmesh.client.runners import AgentRunner, agent_name, find_runner
@@ -64,7 +64,6 @@ from rollmesh.client.sessions import (
     read_rewards,
 )
 from rollmesh.client.starts import Start
-from rollmesh.client.transcripts import Transcript
 from rollmesh.runtime import Backoff, clock
 from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.errors import (
