@@ -5,16 +5,16 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_742, 63),
+    "services/runtime/rollmesh/runtime": (9_750, 60),
     "services/runtime/rollmesh/mesh": (4_332, 13),
-    "services/gateway/rollmesh/chat": (7_589, 38),
+    "services/gateway/rollmesh/chat": (7_569, 33),
     "services/gateway/rollmesh/gateway": (10_459, 28),
-    "services/engine/rollmesh/engine": (7_572, 31),
-    "services/router/rollmesh/router": (4_542, 17),
+    "services/engine/rollmesh/engine": (7_564, 26),
+    "services/router/rollmesh/router": (4_527, 15),
     "services/collector/rollmesh/collector": (5_297, 13),
-    "services/collector/rollmesh/scorer": (366, 6),
-    "clients/rollmesh/sidecar": (5_585, 15),
-    "clients/rollmesh/client": (6_984, 20),
+    "services/collector/rollmesh/scorer": (356, 5),
+    "clients/rollmesh/sidecar": (5_581, 14),
+    "clients/rollmesh/client": (6_983, 19),
     "clients/rollmesh/record": (3_536, 14),
     "clients/rollmesh/batches": (1_072, 6),
     "clients/rollmesh/integrations": (4_505, 20),

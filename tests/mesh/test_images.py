@@ -246,7 +246,7 @@ async def test_an_image_whose_decoder_the_machine_kills_may_be_tried_again(
         while not asking.done():  # as the kernel does while memory is short
             for one in gateway.children():
                 with suppress(psutil.NoSuchProcess):
-                    if "rollmesh.runtime.decoding.worker" in one.cmdline():
+                    if "rollmesh.runtime.decoding_worker" in one.cmdline():
                         one.kill()
             await asyncio.wait({asking}, timeout=0.01)
         with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as caught:

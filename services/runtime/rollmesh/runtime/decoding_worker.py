@@ -1,4 +1,4 @@
-"""The process that decodes images. `pool` starts it and asks it.
+"""The process that decodes images. `decoding` starts it and asks it.
 
 Arguments: the limits in bytes and pixels, and the CPU time for one image in seconds. It reads a
 line of JSON and the bytes of an image from standard input, answers with a line of JSON and, if

@@ -82,7 +82,7 @@ class ImageDecoders:
                 return found
             limits = self._limits
             child = self._ready() or await start_child(
-                *(sys.executable, "-m", "rollmesh.runtime.decoding.worker"),
+                *(sys.executable, "-m", "rollmesh.runtime.decoding_worker"),
                 *map(str, (limits.max_bytes, limits.max_pixels, self._cpu_s)),
             )
             answer: DecodedImage | InvalidImageError | None = None
