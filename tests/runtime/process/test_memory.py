@@ -37,8 +37,8 @@ def test_messages_of_megabytes_use_the_memory_of_those_before() -> None:
 
 LEFT = """
 import asyncio, resource
-from rollmesh.runtime.process import memory
-memory._PAUSE_S = 0.0
+from rollmesh.runtime.process import host
+host._PAUSE_S = 0.0
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
@@ -47,7 +47,7 @@ async def main():
     kept = pieces[::50]
     before = resident()
     pieces.clear()
-    freed = memory.FreedMemory()
+    freed = host.FreedMemory()
     freed.served({size})
     await asyncio.sleep(0)
     await asyncio.sleep(0)
