@@ -42,7 +42,7 @@ async def declare_lineage(gateways: Gateways, request: Request) -> Response:
     head = read_head(request.scope)
     await gateways.check_key(head.session_id, head.session_key)
     if (held := request.scope.get(HELD_BODY)) is not None:
-        held.belongs_to(f"session {head.session_id}")
+        held.hold(owner=f"session {head.session_id}")
     edges = await asyncio.to_thread(body.read_edges, await request.body())
     asked = gateway_pb2.DeclareLineageRequest(
         session_id=head.session_id, session_key=head.session_key, edges=edges

@@ -171,20 +171,20 @@ def _message(message: Any, field: str) -> chat_pb2.ChatMessage:
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         raise InvalidFieldError(f"{field}.role", f"{excerpt(name)} is not a role")
-    content = message.get("content")
+    content, result = message.get("content"), chat_pb2.ChatMessage(role=role)
+    if content and isinstance(content, str):
+        result.content.add(text=content)
     if len(message) == 2 and isinstance(content, str):  # the common case: nothing else to check
-        return chat_pb2.ChatMessage(role=role, content=body.text_parts(content))
+        return result
     for key in ("function_call", "audio"):
         if message.get(key):
             raise InvalidFieldError(f"{field}.{key}", "is not served; send text and tool_calls")
     PARAMETERS.ignore(message, _MESSAGE_KEYS)
-    if content is None or isinstance(content, str):
-        parts = body.text_parts(content)
-    elif isinstance(content, list):
-        parts = body.joined(_part(one, f"{field}.content[{at}]") for at, one in enumerate(content))
-    else:
+    if isinstance(content, list):
+        parts = [_part(one, f"{field}.content[{at}]") for at, one in enumerate(content)]
+        result.content.extend(body.joined(parts))
+    elif not isinstance(content, str | None):
         raise InvalidFieldError(f"{field}.content", "must be a string, a list of parts, or null")
-    result = chat_pb2.ChatMessage(role=role, content=parts)
     if role == chat_pb2.ROLE_ASSISTANT:
         calls = [] if message.get("tool_calls") is None else message["tool_calls"]
         if not isinstance(calls, list):

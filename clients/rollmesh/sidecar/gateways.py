@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from rollmesh.mesh import GatewayDirectory
 from rollmesh.runtime import Backoff, clock
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.runtime.rpc import read_stream, request_metadata, typed_errors
+from rollmesh.runtime.rpc import request_metadata, typed_errors
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import ModelUnknownError
 from rollmesh.v1 import gateway_pb2
@@ -50,12 +49,10 @@ class Gateways:
                 metadata=request_metadata(),
             )
             try:
-                with gateway.watched(call) as peer:
-                    local = call if isinstance(call, AsyncGenerator) else None
-                    async with aclosing(local or read_stream(call)) as responses:
-                        async for response in responses:
-                            has_begun = peer.heard = True
-                            yield response
+                with gateway.watched(call) as peer, typed_errors():
+                    async for response in call:
+                        has_begun = peer.heard = True
+                        yield response
             except RollmeshError as error:
                 if not self._directory.failed(request.session_id, error) or has_begun:
                     raise
@@ -65,6 +62,11 @@ class Gateways:
                 await asyncio.sleep(backoff.next_s())
             else:
                 return
+            finally:
+                if isinstance(call, AsyncGenerator):  # of a gateway in this process
+                    await call.aclose()
+                else:
+                    call.cancel()
 
     async def ask(
         self, session_id: str, method: str, request: Any, timeout_s: float = _STORED_TIMEOUT_S

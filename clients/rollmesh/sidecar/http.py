@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from http import HTTPStatus
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal: RollmeshError | None = None
         self._receiving: RequestResponseCycle | None = None  # the request whose body is arriving
         self._in_head = self._in_body = False
-        self._field_bytes = self._fields = 0  # of the head or of the trailers
         self._unread_bytes = 0  # fed to the parser since it last reported progress
         self._body_bytes = 0
         self._held: deque[HeldRequest] = deque()  # the bodies that are not answered yet
@@ -201,11 +201,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._unread_bytes += len(piece)
             try:
                 self.parser.feed_data(piece)
+                self._check_fields()
             except httptools.HttpParserUpgrade as upgrade:
                 view = view[upgrade.args[0] :]
                 self._begin_again()
                 continue
-            except httptools.HttpParserError as error:
+            except (httptools.HttpParserError, RollmeshError) as error:
                 self._refuse(
                     self._refusal or HttpInvalidError(f"not a valid HTTP/1.1 request: {error}")
                 )
@@ -220,7 +221,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Starts a request's head."""
         super().on_message_begin()
         self._in_head, self._begun, self._receiving = True, self.loop.time(), None
-        self._field_bytes = self._fields = self._unread_bytes = self._body_bytes = 0
+        self._unread_bytes = self._body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         """Takes a part of the URL."""
@@ -229,25 +230,15 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.url) > most:
             self._stop(UrlTooLongError(f"the URL has more than {most} bytes"))
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a header. Trailers are counted and dropped, so that they do not become headers."""
-        self._fields += 1
-        self._field_bytes += len(name) + len(value) + len(b": \r\n")
-        if self._field_bytes > self._bounds.max_header_bytes:
-            self._stop(self._too_much_head())
-        if self._fields > (most := self._bounds.max_headers):
-            self._stop(HeadersTooLargeError(f"the request has more than {most} headers"))
-        if self._in_head:
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
         """Starts the request unless its headers already require a refusal."""
+        self._check_fields()
         if self.parser.should_upgrade():  # the parser stops here, before the body
             if self.parser.get_method() == b"CONNECT":
                 self._stop(HttpInvalidError("CONNECT: this is not a proxy"))
             return
         self._in_head, self._in_body = False, True
-        self._field_bytes = self._fields = self._unread_bytes = 0
+        self._unread_bytes = 0
         length = dict(self.headers).get(b"content-length")
         if length is not None and int(length) > self._bounds.max_body_bytes:
             self._stop(self._too_much_body())
@@ -261,6 +252,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 )
             )
         super().on_headers_complete()
+        self.headers = []  # of the trailers, which do not become headers of the request
         self._receiving = self.cycle
         announced = math.inf if length is None else int(length)
         held = HeldRequest(self._server.in_flight, announced, f"address {self.address}")
@@ -278,7 +270,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stop(self._too_much_body())
         if self._receiving is not None and not self._receiving.response_complete:
             try:
-                self._held[-1].take(len(body))
+                self._held[-1].hold(len(body))
             except OverloadedError as error:
                 self._stop(error)
         super().on_body(body)
@@ -295,6 +287,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Ends a request."""
         if self.parser.should_upgrade():
             return
+        self._check_fields()
         self._in_body, self._unread_bytes, self._receiving = False, 0, None
         super().on_message_complete()
 
@@ -340,6 +333,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._begun = self.loop.time()
         super()._start_asgi_task(cycle, app)
         self._set_deadline()
+
+    def _check_fields(self) -> None:
+        """Refuses a head, or trailers, of more fields or bytes than the limits allow."""
+        if not self.headers:
+            return
+        size = sum(map(len, chain.from_iterable(self.headers))) + len(self.headers) * len(b": \r\n")
+        if size > self._bounds.max_header_bytes:
+            self._stop(self._too_much_head())
+        if len(self.headers) > (most := self._bounds.max_headers):
+            self._stop(HeadersTooLargeError(f"the request has more than {most} headers"))
 
     def _too_much_head(self) -> RollmeshError:
         most = self._bounds.max_header_bytes

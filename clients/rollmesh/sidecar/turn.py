@@ -33,7 +33,7 @@ from rollmesh.runtime.errors import (
     SessionKeyWrongError,
 )
 from rollmesh.runtime.process import FreedMemory, faults
-from rollmesh.runtime.telemetry import fields, genai, set_request_id, tracing
+from rollmesh.runtime.telemetry import current_request, fields, genai, tracing
 from rollmesh.sidecar.body import Parameters
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import JSON, Headers, HttpError, StoppingError, shown_text, typed
@@ -304,6 +304,7 @@ def unpacked(packed: bytes) -> list[int]:
 # The connection
 
 
+@dataclass(eq=False)
 class Exchange:
     """One request and its answer, on their connection.
 
@@ -312,23 +313,22 @@ class Exchange:
     backlog to a few MiB per choice.
     """
 
-    def __init__(self, protocol: Protocol, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scope = scope
-        self.request_id = uuid.uuid4().hex
-        self.status: int = _LEFT
-        """Status of the answer, once it has begun."""
-        self.is_received = False
-        """Whether the body is complete."""
-        self.size = 0
-        """Bytes of the body so far. The server bounds them."""
-        self.protocol = protocol
-        self._receive = receive
-        self._send = send
-        self._body: list[bytes] = []
-        self._begun = time.perf_counter()
-        self.is_answered = False
-        """Whether the answer is complete."""
-        self._is_silent = True
+    protocol: Protocol
+    scope: Scope
+    _receive: Receive
+    _send: Send
+    request_id: str
+    status: int = _LEFT
+    """Status of the answer, once it has begun."""
+    is_received: bool = False
+    """Whether the body is complete."""
+    size: int = 0
+    """Bytes of the body so far. The server bounds them."""
+    is_answered: bool = False
+    """Whether the answer is complete."""
+    _body: list[bytes] = field(default_factory=list)
+    _begun: float = field(default_factory=time.perf_counter)
+    _is_silent: bool = True
 
     async def body(self) -> bytes:
         """Returns the complete body. A call that is cancelled may be followed by another.
@@ -434,8 +434,8 @@ class TurnEndpoint:
         protocol = self._protocol
         if protocol.without_sse and b"alt=sse" not in scope["query_string"].split(b"&"):
             protocol = protocol.without_sse
-        exchange = Exchange(protocol, scope, receive, send)
-        set_request_id(exchange.request_id)
+        exchange = Exchange(protocol, scope, receive, send, uuid.uuid4().hex)
+        current_request.set(exchange.request_id)
         known: dict[str, Any] = {"http.request.method": "POST", "http.route": self._route}
         agent = dict(scope["headers"]).get(tracing.TRACEPARENT.encode(), b"").decode("latin-1")
         with tracing.span(f"POST {self._route}", "server", known, of_agent=agent) as span:
@@ -496,7 +496,7 @@ class TurnEndpoint:
         if not exchange.is_received:
             await self._gateways.check_key(head.session_id, head.session_key)
         if (held := exchange.scope.get(HELD_BODY)) is not None:
-            held.belongs_to(f"session {head.session_id}")
+            held.hold(owner=f"session {head.session_id}")
         body = await exchange.body()
         new_bytes = len(body)
         if new_bytes >= _LARGE_BODY_BYTES:

@@ -9,14 +9,14 @@ from prometheus_client import REGISTRY
 
 from rollmesh.runtime.errors import EnginesBusyError, RemoteError, SessionUnknownError
 from rollmesh.runtime.rpc import Context, request_metadata
-from rollmesh.runtime.telemetry import current_request_id
+from rollmesh.runtime.telemetry import current_request
 from tests.runtime.services import KINDS, Script, ScriptedService, ask, echo, failing, served
 
 X_REQUEST_ID = (("x-request-id", "r-1"),)
 
 
 async def say_request_id(request: bytes, context: Context) -> bytes:
-    return current_request_id().encode()
+    return current_request.get().encode()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,9 +16,8 @@ from rollmesh.runtime.rpc import open_channel
 from rollmesh.runtime.telemetry import (
     JsonFormatter,
     configure_logging,
-    current_request_id,
+    current_request,
     fields,
-    set_request_id,
 )
 from tests.runtime.services import ask, started
 
@@ -89,10 +88,10 @@ def test_an_exception_is_a_field_with_its_traceback() -> None:
 
 async def test_a_request_id_stays_within_its_task_and_the_tasks_it_starts() -> None:
     async def child() -> str:
-        return current_request_id()
+        return current_request.get()
 
     async def request(name: str) -> tuple[str, dict[str, Any]]:
-        set_request_id(name)
+        current_request.set(name)
         async with asyncio.TaskGroup() as group:
             started_by_it = group.create_task(child())
         return started_by_it.result(), logged("seen")

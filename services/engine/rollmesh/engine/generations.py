@@ -38,7 +38,7 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc import to_status
-from rollmesh.runtime.telemetry import genai, set_request_id, tracing
+from rollmesh.runtime.telemetry import current_request, genai, tracing
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class Generations:
             checked = read_score(request, self._backend.limits)
             size = 8 * len(checked.token_ids) * checked.width
             held = HeldRequest(self._scores, size)
-            held.take(size)
+            held.hold(size)
             try:
                 scores = await self._scored(checked)
                 metrics.scored(len(scores.logprobs))
@@ -285,10 +285,11 @@ class GenerationStream:
                 self._changed.clear()
                 if self._waiting:
                     message = self._waiting.popleft()
-                    has_tokens = any(one.HasField("answer") for one in message.frames)
                     yield message
-                    if has_tokens:
-                        await faults.reach("engine-mid-stream")
+                    for one in message.frames:
+                        if one.HasField("answer"):
+                            await faults.reach("engine-mid-stream")
+                            break
                     continue
                 if reading.done():
                     reading.result()
@@ -344,7 +345,7 @@ class GenerationStream:
 
     async def _generate(self, begin: engine_pb2.BeginGeneration) -> None:
         number, request = begin.number, begin.request
-        set_request_id(begin.caller_request_id or uuid.uuid4().hex)
+        current_request.set(begin.caller_request_id or uuid.uuid4().hex)
         try:
             with tracing.span("generate", "server", of_caller=begin.traceparent) as span:
                 async with asyncio.timeout(begin.timeout_ms / 1000 if begin.timeout_ms else None):

@@ -6,7 +6,7 @@ from typing import Any
 from rollmesh.chat import write_message
 from rollmesh.gateway.session import Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Node
-from rollmesh.runtime.telemetry import content_of, current_request_id, genai, tracing
+from rollmesh.runtime.telemetry import content_of, current_request, genai, tracing
 from rollmesh.v1 import gateway_pb2
 
 
@@ -21,7 +21,7 @@ def asked(span: tracing.Span, session: Session, turn: Turn, request: TurnRequest
         **genai.request(
             request.sampling, stops=settings.stops, stream=request.stream, choice=request.choice
         ),
-        genai.REQUEST_ID: current_request_id(),
+        genai.REQUEST_ID: current_request.get(),
         genai.NODE_ID: turn.node_id,
     }
 

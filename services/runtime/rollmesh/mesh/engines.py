@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,8 @@ import grpc
 from rollmesh.mesh.images import SentImages
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import EngineDeadError, EngineFaultError, RemoteError, RollmeshError
-from rollmesh.runtime.rpc import from_status, open_channel, read_stream, typed_errors
-from rollmesh.runtime.telemetry import current_request_id, tracing
+from rollmesh.runtime.rpc import from_status, open_channel, typed_errors
+from rollmesh.runtime.telemetry import current_request, tracing
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 
 _ASK_TIMEOUT_S = 10.0
@@ -130,7 +130,7 @@ class EngineClient:
         begin = self._message(request.ByteSize()).begin.add(
             number=number,
             timeout_ms=min(timeout_ms, _MOST_MS),
-            caller_request_id=current_request_id() or "",
+            caller_request_id=current_request.get(),
             traceparent=tracing.carried(),
         )
         begin.request.CopyFrom(request)
@@ -163,8 +163,8 @@ class EngineClient:
         helpers = [loop.create_task(self._write(call)), loop.create_task(self._watch())]
         error: RollmeshError = RemoteError("the engine ended its stream", "UNAVAILABLE")
         try:
-            async with aclosing(read_stream(call)) as messages:
-                async for message in messages:
+            with typed_errors(call):
+                async for message in call:
                     for frame in message.frames:
                         answer = self._answers.get(frame.number)
                         if answer is None:  # its reader has left
@@ -185,6 +185,7 @@ class EngineClient:
         except RollmeshError as failure:
             error = failure
         finally:
+            call.cancel()
             self._forget(self)
             for answer in self._answers.values():
                 answer.put(error)

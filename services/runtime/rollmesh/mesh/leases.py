@@ -14,7 +14,7 @@ import logging
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from rollmesh.runtime.errors import (
     RemoteError,
     RollmeshError,
 )
-from rollmesh.runtime.rpc import from_status, open_channel, read_stream
+from rollmesh.runtime.rpc import from_status, open_channel, typed_errors
 from rollmesh.runtime.telemetry import fields, tracing
 from rollmesh.v1 import sampling_pb2
 
@@ -163,12 +163,12 @@ class Link:
             self.releases, self.restating = [], None
             # A new channel each time: gRPC would share a connection that may be half open.
             async with open_channel(self.address, own_connection=True) as channel:
+                requests = self._requests(messages)
+                call = leases_pb2_grpc.LeaseServiceStub(channel).Dispatch(requests)
                 try:
                     async with asyncio.timeout(_WELCOME_S) as self._scope:
-                        requests = self._requests(messages)
-                        call = leases_pb2_grpc.LeaseServiceStub(channel).Dispatch(requests)
-                        async with aclosing(read_stream(call)) as responses:
-                            async for response in responses:
+                        with typed_errors(call):
+                            async for response in call:
                                 self._quiet, self._is_pinged = 0, False
                                 if not response.HasField("welcome"):
                                     self._client.answered(self, response)
@@ -182,6 +182,7 @@ class Link:
                     text = fields(router=self.address, error=reason)
                     _log.info("router unreachable", extra=text)
                 finally:
+                    call.cancel()
                     with suppress(asyncio.QueueFull):
                         messages.put_nowait(None)  # so that the call's own task can finish
                     self._down()

@@ -3,7 +3,7 @@
 Every request is limited by itself, but not the sum of them.
 """
 
-from collections import Counter
+from dataclasses import dataclass
 
 from rollmesh.runtime.errors import OverloadedError
 
@@ -24,75 +24,54 @@ class BytesInFlight:
         self.most = most
         self.held = 0
         """Bytes that are held now."""
-        self.owned: Counter[str] = Counter()
+        self.owned: dict[str, int] = {}
         """Bytes of each owner."""
 
 
+@dataclass(slots=True, eq=False)
 class HeldRequest:
-    """The bytes of one request, and whom they count for."""
+    """The bytes of one request, and whom they count for. It begins without bytes."""
 
-    def __init__(self, in_flight: BytesInFlight, size: float, owner: str = "") -> None:
-        """Starts without bytes.
+    in_flight: BytesInFlight
+    """Where they count."""
+    size: float
+    """Bytes of the complete request, infinity if it is not known."""
+    owner: str = ""
+    """Owner of the bytes, such as a session, empty if there is none."""
+    held: int = 0
+    """Bytes that it holds now."""
 
-        Args:
-            in_flight: Where they count.
-            size: Bytes of the complete request, infinity if it is not known.
-            owner: Owner of the bytes, such as a session, empty if there is none.
-        """
-        self._all = in_flight
-        self._size = size
-        self._owner = owner
-        self._held = 0
-
-    def take(self, count: int) -> None:
-        """Adds bytes.
+    def hold(self, more: int = 0, owner: str | None = None) -> None:
+        """Adds bytes. With an owner, all of them, and further ones, count for it from now on.
 
         Raises:
             OverloadedError: There is no room for them.
         """
-        most, held = self._all.most, self._all.held
-        if self._size > _SMALL_BYTES:
-            most -= most // 4
-        if held + count > most and held > self._held:
+        whole, owner = self.in_flight, self.owner if owner is None else owner
+        most = whole.most - (whole.most // 4 if self.size > _SMALL_BYTES else 0)
+        if more > 0 and whole.held + more > most and whole.held > self.held:
             raise OverloadedError(
-                f"requests of {held} bytes are being answered, and there is no room for another; "
-                "try again",
+                f"requests of {whole.held} bytes are being answered, and there is no room for "
+                "another; try again",
                 retry_delay_ms=_RETRY_MS,
             )
-        self._own(self._owner, count)
-        self._all.held += count
-        self._held += count
-
-    def belongs_to(self, owner: str) -> None:
-        """Counts the bytes, and further ones, for another owner.
-
-        Raises:
-            OverloadedError: There is no room for them.
-        """
-        owned = self._all.owned
-        self._own(owner, self._held)
-        if self._owner and self._held:
-            owned[self._owner] -= self._held
-            if not owned[self._owner]:
-                del owned[self._owner]
-        self._owner = owner
-
-    def give(self) -> None:
-        """Removes all bytes: the request has been answered."""
-        self.belongs_to("")
-        self._all.held -= self._held
-        self._held = 0
-
-    def _own(self, owner: str, count: int) -> None:
-        if not owner:
-            return
-        owned = self._all.owned[owner]
-        others = owned - (self._held if owner == self._owner else 0)
-        if others and owned + count > self._all.most // _SHARES:
+        held, owned = self.held + more, whole.owned.get(owner, 0)
+        others = owned - (self.held if owner == self.owner else 0)
+        if owner and others and others + held > whole.most // _SHARES:
             raise OverloadedError(
                 f"requests of {owned} bytes of {owner} are being answered, a quarter of "
                 "max_bytes_in_flight; try again, or send fewer requests at a time",
                 retry_delay_ms=_RETRY_MS,
             )
-        if count:
-            self._all.owned[owner] += count
+        if self.owner and self.held:
+            whole.owned[self.owner] -= self.held
+            if not whole.owned[self.owner]:
+                del whole.owned[self.owner]
+        if owner and held:
+            whole.owned[owner] = whole.owned.get(owner, 0) + held
+        whole.held += more
+        self.held, self.owner = held, owner
+
+    def give(self) -> None:
+        """Removes all bytes: the request has been answered."""
+        self.hold(-self.held, "")

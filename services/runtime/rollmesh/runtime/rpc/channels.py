@@ -26,7 +26,7 @@ from rollmesh.runtime.access.tokens import PresentedToken
 from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, RemoteError, RollmeshError
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.runtime.telemetry import tracing
-from rollmesh.runtime.telemetry.logs import current_request_id
+from rollmesh.runtime.telemetry.logs import current_request
 
 # TLS channels with current certificates.
 #
@@ -378,7 +378,7 @@ def _callable(
 
 def request_metadata() -> tuple[tuple[str, str], ...]:
     """Returns the metadata that carries this task's request id and trace to the next service."""
-    request_id, traceparent = current_request_id(), tracing.carried()
+    request_id, traceparent = current_request.get(), tracing.carried()
     named = (("x-request-id", request_id),) if request_id else ()
     return (*named, (tracing.TRACEPARENT, traceparent)) if traceparent else named
 

@@ -25,7 +25,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.in_flight import BytesInFlight, HeldRequest
 from rollmesh.runtime.rpc.statuses import to_status
 from rollmesh.runtime.telemetry import tracing
-from rollmesh.runtime.telemetry.logs import current_request_id, fields, set_request_id
+from rollmesh.runtime.telemetry.logs import current_request, fields
 from rollmesh.runtime.telemetry.metrics import count_rpc
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -129,7 +129,7 @@ class _Call:
         try:
             if self._counts and self._server.in_flight is not None:
                 self._held = HeldRequest(self._server.in_flight, len(data))
-                self._held.take(len(data))
+                self._held.hold(len(data))
             if self._parse is None:
                 return data
             request = self._parse(data)
@@ -168,7 +168,7 @@ class _Call:
         Returns:
             The answer of a unary method. An exception becomes the status of the call.
         """
-        set_request_id(self._request_id or uuid.uuid4().hex)
+        current_request.set(self._request_id or uuid.uuid4().hex)
         if self._traceparent:
             tracing.join(self._traceparent)
         began = time.perf_counter()
@@ -238,7 +238,7 @@ class _Call:
             raise asyncio.CancelledError from error
         if not isinstance(error, RollmeshError):
             _log.error("unexpected error", exc_info=error, extra=fields(method=self._method))
-            request_id = current_request_id()
+            request_id = current_request.get()
             error = RollmeshError(f"unexpected error; see the log under request id {request_id}")
         self._code = error.code
         try:

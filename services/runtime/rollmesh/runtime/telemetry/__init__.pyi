@@ -7,9 +7,8 @@ from rollmesh.runtime.telemetry.contents import (
 from rollmesh.runtime.telemetry.logs import (
     JsonFormatter as JsonFormatter,
     configure_logging as configure_logging,
-    current_request_id as current_request_id,
+    current_request as current_request,
     fields as fields,
-    set_request_id as set_request_id,
     without_keys as without_keys,
 )
 from rollmesh.runtime.telemetry.metrics import (

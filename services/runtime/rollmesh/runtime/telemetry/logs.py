@@ -11,17 +11,8 @@ from datetime import UTC, datetime
 LEVELS = ("debug", "info", "warning", "error")
 _KEY = re.compile(r"\brmk-([0-9a-zA-Z]+)-[0-9a-zA-Z_-]+")
 _GRPC, _CLIENT_LEFT = "grpc._cython.cygrpc", "ExecuteBatchError raised in core"
-_request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
-
-
-def current_request_id() -> str:
-    """Returns the id of the current request, empty outside of requests."""
-    return _request_id.get()
-
-
-def set_request_id(request_id: str) -> None:
-    """Sets the id of the current request."""
-    _request_id.set(request_id)
+current_request: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
+"""Id of the current request. Empty outside of requests."""
 
 
 def without_keys(text: str) -> str:
@@ -48,7 +39,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "event": record.getMessage(),
         }
-        if request_id := current_request_id():
+        if request_id := current_request.get():
             line["request_id"] = request_id
         line |= getattr(record, "fields", {})
         if record.exc_info and record.exc_info[0]:
