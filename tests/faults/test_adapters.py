@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.mesh import Generation, Order
+from rollmesh.mesh import Generation, Order, joined
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests import models
 from tests.engine.engines import CONFIG
@@ -92,8 +92,7 @@ async def test_a_pinned_revision_continues_on_another_vllm_with_the_log_probs_of
     (other,) = engines.keys() - {killed}
     spans = [(one.engine_id, one.adapter, one.policy_version) for one in cut.generation.spans]
     assert spans == [(killed, "math", 3), (other, "math", 3)]
-    sampled = cut.generation.sampled()
-    assert sampled is not None
+    sampled = joined(cut.generation.runs)
     assert len(sampled.token_ids) == LONG
     ids = np.concatenate([PROMPT, sampled.token_ids]).astype(np.int64)
     for version, is_it in ((3, True), (4, False)):

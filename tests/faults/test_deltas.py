@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.mesh import Generation, Order
+from rollmesh.mesh import Generation, Order, joined
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests import models
 from tests.processes import running
@@ -110,8 +110,7 @@ async def test_differences_arrive_in_mid_answer_and_at_an_engine_that_died(tmp_p
     mixed = [one for one in answers if len(one.generation.spans) > 1]
     assert mixed
     for run in (*mixed, late):
-        sampled = run.generation.sampled()
-        assert sampled is not None
+        sampled = joined(run.generation.runs)
         ids = [*PROMPT, *sampled.token_ids.tolist()]
         for span in run.generation.spans:
             expected = trainer.logprobs(span.policy_version, ids[: len(PROMPT) + span.end])

@@ -110,10 +110,13 @@ def _answer(data: bytes) -> None:
         except DecodeError:
             return
         run = check.take(message, Offered(0, 3))
-        taken += len(run)
+        taken += len(run.token_ids)
         expect(taken <= check.max_tokens, "more ids than were asked for")
         expect(bool(np.isfinite(run.logprobs).all()), "an impossible log-probability")
-        expect(not len(run) or int(run.token_ids.max()) < 400, "an id outside of the vocabulary")
+        expect(
+            not len(run.token_ids) or int(run.token_ids.max()) < 400,
+            "an id outside of the vocabulary",
+        )
 
 
 def _answer_seed() -> bytes:

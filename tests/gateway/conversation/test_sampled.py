@@ -32,7 +32,7 @@ def test_runs_are_cut_and_joined_with_the_data_of_their_tokens(end: int) -> None
     ids = (11, 21, 31)
     assert_equal(run(*ids).until(end), run(*ids[:end]))
     assert_equal(joined([run(*ids[:end]), run(*ids[end:])]), run(*ids))
-    assert len(run(*ids).until(end)) == len(ids[:end])
+    assert len(run(*ids).until(end).token_ids) == len(ids[:end])
 
 
 def test_tokens_without_alternatives_are_cut_and_joined_without_any(tokenizer: Tokenizer) -> None:

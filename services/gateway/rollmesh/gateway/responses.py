@@ -263,7 +263,7 @@ def write_running(session: Session, tokenizer: ModelTokenizer) -> Iterator[gatew
             if left <= 0:
                 break
             runs.append(run)
-            left -= len(run)
+            left -= len(run.token_ids)
         while node.parent is not None and not node.stored:
             node = node.parent
         result = gateway_pb2.RunningTurn(

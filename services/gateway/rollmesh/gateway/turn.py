@@ -126,7 +126,9 @@ async def tokens_of(
     sampled = Sampled(sample.token_ids, sample.logprobs, tops)
 
     def work() -> tuple[bytes, gateway_pb2.SampledTokens]:
-        prompt = np.concatenate([*parent.context(), node.token_ids[: node.scaffold_tokens]])
+        prompt = np.concatenate(
+            [*(one.token_ids for one in parent.path()), node.token_ids[: node.scaffold_tokens]]
+        )
         packed = pack_ids(prompt) if returns.token_ids else b""
         return packed, write_tokens(sampled, returns, deps.tokenizer)
 
@@ -319,11 +321,10 @@ def sample_of(draft: Draft, prompt_tokens: int, prompt_crc32: int, turn: Turn) -
     generation, cut = draft.generation, draft.answer.stopped_at
     finish = generation.finish
     assert finish is not None
-    sampled = generation.sampled()
-    size = (0 if sampled is None else len(sampled)) if cut is None else cut
-    if sampled is None or not size:
+    size = generation.taken if cut is None else cut
+    if not size:
         raise RollmeshError("the engine ended without a token; nothing was committed, try again")
-    sampled = sampled.until(size)
+    sampled = joined(generation.runs).until(size)
     params = sampling_pb2.SamplingParams()
     params.CopyFrom(generation.request.sampling)  # a part of the request would keep all of it
     spans: list[sampling_pb2.VersionSpan] = []

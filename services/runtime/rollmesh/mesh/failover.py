@@ -372,7 +372,7 @@ class Failover:
             if goes_on:
                 reason = order.stop_reason or ended(generation.request, generation.token_ids())
                 if reason is not None:  # its tokens are all of it
-                    generation.end(engine_pb2.GenerateFinish(reason=reason))
+                    generation.finish = engine_pb2.GenerateFinish(reason=reason)
                     return
                 goes_on = not generation.taken or not why_not_continued(generation.request)
             if not goes_on:
@@ -427,7 +427,7 @@ class Failover:
                 order.waiting = None
             if order.stop_reason is not None or grant is None:
                 assert order.stop_reason is not None  # the end of the wait has a reason
-                generation.end(engine_pb2.GenerateFinish(reason=order.stop_reason))
+                generation.finish = engine_pb2.GenerateFinish(reason=order.stop_reason)
                 return
             if grant.HasField("adapter"):
                 asked.adapter.CopyFrom(grant.adapter)
@@ -475,5 +475,5 @@ class Failover:
                         suspect.engine_id = where
                 if not suspect.is_answered:
                     suspects.answered(suspect)
-                if len(run):
+                if len(run.token_ids):
                     yield run

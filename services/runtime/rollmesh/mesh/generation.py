@@ -4,7 +4,7 @@ import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,8 +38,7 @@ class Tops(NamedTuple):
     """float32 [N, T]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """Tokens as the engine returns them, in arrays of equal length N."""
 
     token_ids: TokenIds
@@ -48,9 +47,6 @@ class Sampled:
     """float32 [N]."""
     tops: Tops | None = None
     """None if they were not requested."""
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
 
     def until(self, end: int) -> "Sampled":
         """Returns the first `end` tokens."""
@@ -62,17 +58,11 @@ class Sampled:
 
 def joined(runs: Iterable[Sampled]) -> Sampled:
     """Concatenates runs of tokens. At least one is required."""
-    parts = list(runs)
-    tops = [one.tops for one in parts if one.tops is not None]
+    token_ids, logprobs, tops = zip(*runs, strict=True)
     return Sampled(
-        np.concatenate([one.token_ids for one in parts]),
-        np.concatenate([one.logprobs for one in parts]),
-        Tops(
-            np.concatenate([one.ids for one in tops]),
-            np.concatenate([one.logprobs for one in tops]),
-        )
-        if tops
-        else None,
+        np.concatenate(token_ids),
+        np.concatenate(logprobs),
+        None if tops[0] is None else Tops(*map(np.concatenate, zip(*tops, strict=True))),
     )
 
 
@@ -109,8 +99,9 @@ class AnswerCheck:
     """The columns that were asked for."""
     experts_start: int = 0
     """Index of the first token whose routed experts were asked for."""
-    _runs: "_Runs | None" = field(default_factory=list)
-    """Those of the messages. None if one had no version."""
+    versions: list[tuple[int | None, int]] = field(default_factory=list)
+    """The policy versions of the tokens, each with the number of its tokens. None is a version that
+    no message has said yet."""
     _last_version: int = 0
     _last_id: int | None = None
     _sampled: int = 0
@@ -175,15 +166,43 @@ class AnswerCheck:
         version = response.policy_version if response.HasField("policy_version") else None
         if version is not None:
             self._check_version(version, response.adapter, offered, self._last_version)
-        runs = _added(self._runs, version, len(ids))
+        versions = _added(self.versions, version, len(ids))
         last_id = ids[-1] if ids else self._last_id
         if finishes:
-            self._check_finish(response.finish, sampled, last_id, runs, offered)
+            finish = response.finish
+            if finish.prompt_tokens not in {0, self.prompt_tokens}:
+                raise EngineFaultError(
+                    f"the engine received {finish.prompt_tokens} prompt ids of {self.prompt_tokens}"
+                )
+            if finish.reason not in _FINISHES:
+                problem = f"sent an unknown finish reason ({finish.reason})"
+                raise EngineFaultError(f"the engine {problem}")
+            if finish.HasField("stop_token_id") and finish.stop_token_id != last_id:
+                raise EngineFaultError(
+                    f"the engine stopped at id {finish.stop_token_id}, and its last is {last_id}"
+                )
+            said, versions = versions, []
+            at = last = 0
+            for span in finish.version_spans:
+                if span.start != at or span.end < span.start or span.policy_version < 0:
+                    raise EngineFaultError(
+                        "the engine's version spans have gaps or negative versions"
+                    )
+                at = span.end
+                if span.end > span.start:  # vLLM sends an empty one if no token followed an update
+                    self._check_version(span.policy_version, span.adapter, offered, last)
+                    last = span.policy_version
+                    versions = _added(versions, last, span.end - span.start)
+            if at != sampled:
+                raise EngineFaultError("the engine's version spans do not cover what it sampled")
+            if None not in dict(said) and said != versions:
+                raise EngineFaultError("the engine's version spans are not those of its messages")
         elif not ids and not response.columns:
             raise EngineFaultError("the engine sent a message without tokens in mid-answer")
         if self.columns or response.columns:
             self._take_columns(response, sampled)
-        self._runs, self._last_id, self._sampled, self._ended = runs, last_id, sampled, finishes
+        self.versions, self._last_id, self._sampled = versions, last_id, sampled
+        self._ended = finishes
         self._last_version = self._last_version if version is None else version
         return Sampled(token_ids, logprobs, tops)
 
@@ -220,40 +239,6 @@ class AnswerCheck:
         if end and ids and (largest := max(ids)) >= end:
             raise EngineFaultError(f"the engine gave id {largest}; ids are below {end}")
 
-    def _check_finish(
-        self,
-        finish: engine_pb2.GenerateFinish,
-        sampled: int,
-        last_id: int | None,
-        runs: "_Runs | None",
-        offered: Offered,
-    ) -> None:
-        """Checks the end of an answer of so many tokens, which its messages had in such runs."""
-        if finish.prompt_tokens not in {0, self.prompt_tokens}:
-            raise EngineFaultError(
-                f"the engine received {finish.prompt_tokens} prompt ids of {self.prompt_tokens}"
-            )
-        if finish.reason not in _FINISHES:
-            raise EngineFaultError(f"the engine sent an unknown finish reason ({finish.reason})")
-        if finish.HasField("stop_token_id") and finish.stop_token_id != last_id:
-            raise EngineFaultError(
-                f"the engine stopped at id {finish.stop_token_id}, and its last is {last_id}"
-            )
-        spans: _Runs | None = []
-        at = last = 0
-        for span in finish.version_spans:
-            if span.start != at or span.end < span.start or span.policy_version < 0:
-                raise EngineFaultError("the engine's version spans have gaps or negative versions")
-            at = span.end
-            if span.end > span.start:  # vLLM sends an empty one if no token followed an update
-                self._check_version(span.policy_version, span.adapter, offered, last)
-                last = span.policy_version
-                spans = _added(spans, last, span.end - span.start)
-        if at != sampled:
-            raise EngineFaultError("the engine's version spans do not cover what it sampled")
-        if runs is not None and runs != spans:
-            raise EngineFaultError("the engine's version spans are not those of its messages")
-
     def _check_version(self, version: int, adapter: str, offered: Offered, last: int) -> None:
         """Checks the policy version of tokens that follow those of version `last`.
 
@@ -284,19 +269,15 @@ class AnswerCheck:
             )
 
 
-_Runs: TypeAlias = list[tuple[int, int]]
-"""Policy versions, each with its number of tokens."""
-
-
-def _added(runs: _Runs | None, version: int | None, tokens: int) -> _Runs | None:
-    """Returns runs with further tokens. None if their version is unknown."""
-    if not tokens or runs is None:
-        return runs
-    if version is None:
-        return None
-    if runs and runs[-1][0] == version:
-        return [*runs[:-1], (version, runs[-1][1] + tokens)]
-    return [*runs, (version, tokens)]
+def _added(
+    versions: list[tuple[int | None, int]], version: int | None, tokens: int
+) -> list[tuple[int | None, int]]:
+    """Returns versions with those of further tokens."""
+    if not tokens:
+        return versions
+    if versions and versions[-1][0] == version:
+        return [*versions[:-1], (version, versions[-1][1] + tokens)]
+    return [*versions, (version, tokens)]
 
 
 def newest_version(response: engine_pb2.TokenChunk) -> int:
@@ -403,8 +384,6 @@ class Generation:
     runs: list[Sampled] = field(default_factory=list)
     columns: list[sampling_pb2.TokenColumn] = field(default_factory=list)
     """The columns, by index into the prompt and the sampled ids. Each names its engine."""
-    spans: list[sampling_pb2.VersionSpan] = field(default_factory=list)
-    """Engine and version of the ids, as far as the messages have them."""
     finish: engine_pb2.GenerateFinish | None = None
     """How the last engine ended."""
     engine_id: str = ""
@@ -415,26 +394,35 @@ class Generation:
     """Whether an engine continued what another one, or an earlier attempt, had sampled."""
     numerics: dict[str, sampling_pb2.Numerics] = field(default_factory=dict)
     """Those of the engines, by id."""
-    known: int = 0
-    """Number of ids, from the first, whose engine and version `spans` have."""
     _numerics_id: str = ""
     _prompt_tokens: int = 0
     _check: AnswerCheck | None = None
     _start: int = 0  # ids sampled before the current engine
+    _former: list[sampling_pb2.VersionSpan] = field(default_factory=list)  # the spans of these
+
+    @property
+    def spans(self) -> list[sampling_pb2.VersionSpan]:
+        """Engine and version of the ids, as far as the messages have them."""
+        spans, end = [*self._former], self._start
+        for version, tokens in () if self._check is None else self._check.versions:
+            if version is None:
+                break
+            start, end = end, end + tokens
+            span = sampling_pb2.VersionSpan(policy_version=version, start=start, end=end)
+            span.engine_id, span.numerics_id = self.engine_id, self._numerics_id
+            span.adapter = self.request.adapter.name
+            spans.append(span)
+        return spans
 
     @property
     def is_known(self) -> bool:
         """Whether the policy version of every id is known."""
-        return self.taken == self.known
+        return self._check is None or None not in dict(self._check.versions)
 
     @property
     def fresh(self) -> int:
         """Number of ids that the current engine has sampled."""
         return self.taken - self._start
-
-    def sampled(self) -> Sampled | None:
-        """Returns everything that was sampled so far. None if nothing was."""
-        return joined(self.runs) if self.runs else None
 
     def token_ids(self) -> TokenIds:
         """Returns the ids sampled so far, uint32 [S]."""
@@ -483,6 +471,7 @@ class Generation:
             self.columns = experts + support
             if experts:
                 rest.routed_experts_start = experts[-1].start + experts[-1].rows
+        self._former = self.spans
         self._check = AnswerCheck(
             offered,
             prompt_tokens=self._prompt_tokens + len(sampled),
@@ -514,47 +503,14 @@ class Generation:
         """
         assert self._check is not None
         run = self._check.take(response, offered)
-        if size := len(run):
+        if size := len(run.token_ids):
             self.runs.append(run)
+            self.taken += size
         for one in response.columns:
             column = sampling_pb2.TokenColumn()
             column.CopyFrom(one)  # a part of the message would keep all of it
             column.engine_id, column.numerics_id = self.engine_id, self._numerics_id
             self.columns.append(column)
-        if response.HasField("policy_version") and self.taken == self.known:
-            self._add_span(response.policy_version, size)
-        self.taken += size
         if response.HasField("finish"):
-            self.end(response.finish)
+            self.finish = response.finish
         return run
-
-    def end(self, finish: engine_pb2.GenerateFinish) -> None:
-        """Ends the tokens of the engine. The spans of its finish replace those of its messages."""
-        self.finish = finish
-        if not finish.version_spans:
-            return
-        while self.spans and self.spans[-1].end > self._start:
-            self.spans.pop()
-        self.known = self.spans[-1].end if self.spans else 0
-        for span in finish.version_spans:
-            self._add_span(span.policy_version, span.end - span.start)
-
-    def _add_span(self, policy_version: int, tokens: int) -> None:
-        """Says who sampled the next tokens."""
-        if not tokens:  # vLLM returns an empty span if the weights changed and no token followed
-            return
-        start, self.known = self.known, self.known + tokens
-        last = self.spans[-1] if start > self._start else None
-        if last is not None and last.policy_version == policy_version:
-            last.end += tokens
-            return
-        self.spans.append(
-            sampling_pb2.VersionSpan(
-                policy_version=policy_version,
-                start=start,
-                end=start + tokens,
-                engine_id=self.engine_id,
-                numerics_id=self._numerics_id,
-                adapter=self.request.adapter.name,
-            )
-        )

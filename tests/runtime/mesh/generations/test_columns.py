@@ -118,7 +118,7 @@ def test_rows_that_never_came_are_missed_unless_their_tokens_were_cut_off(*, abo
         generation.take(part(experts(0, 3), ids=(), **last))
     else:  # the engine was lost
         generation.take(part(experts(0, 3), ids=()))
-        generation.end(engine_pb2.GenerateFinish(reason=sampling_pb2.FINISH_REASON_STOP))
+        generation.finish = engine_pb2.GenerateFinish(reason=sampling_pb2.FINISH_REASON_STOP)
     assert generation.has_all_rows(1)
     assert not generation.has_all_rows(2)
     assert begun([]).has_all_rows(6)
