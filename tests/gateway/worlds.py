@@ -66,7 +66,7 @@ class World:
         sampled = self.ids(tokens)
         if finish == sampling_pb2.FINISH_REASON_STOP:
             sampled = np.append(sampled, np.uint32(END)).astype(np.uint32)
-        prompt = np.concatenate([*parent.context(), opening])
+        prompt = np.concatenate([*(one.token_ids for one in parent.path()), opening])
         sample = Sample(
             sampled,
             np.full(len(sampled), -0.5, np.float32),

@@ -49,7 +49,7 @@ def following(continuation: Continuation, node: Node, answer: Message, then: Mes
     groups = group_messages((ASK, answer, then))
     (added,) = continuation.token_ids(groups, 2, CONTEXT)
     opening = continuation.generation_prompt(groups, CONTEXT)
-    ids = [*node.context(), continuation.after(node, added), opening]
+    ids = [*(one.token_ids for one in node.path()), continuation.after(node, added), opening]
     return [int(id_) for id_ in np.concatenate(ids)]
 
 

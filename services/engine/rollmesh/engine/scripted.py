@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import util
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ class _Request:
     vocabulary: int
     asked: engine_pb2.GenerateRequest
     prompt: TokenIds
+    stops: set[int] = field(default_factory=set)
+    """Ids that end its reply."""
     spans: list[sampling_pb2.VersionSpan] = field(default_factory=list)
     sampled: int = 0
     aborted: bool = False
@@ -262,11 +265,11 @@ class ScriptedBackend:
             *parts, last = [*state.messages(passed, most)] or [aborted()]
             for part in parts:
                 yield part
-            finish, sampling = last.finish, request.generate.sampling
+            finish = last.finish
             finish.version_spans.extend(state.spans)
             if state.aborted:
                 finish.reason = sampling_pb2.FINISH_REASON_ABORT
-            elif (end := int(state.reply[-1])) in self._stops(sampling):
+            elif (end := int(state.reply[-1])) in state.stops:
                 finish.reason, finish.stop_token_id = sampling_pb2.FINISH_REASON_STOP, end
             else:
                 finish.reason = sampling_pb2.FINISH_REASON_LENGTH
@@ -407,7 +410,7 @@ class ScriptedBackend:
         If the prompt ends with a part of a reply to the prompt before, the rest of that follows.
         """
         prompt, generate, sampling = request.token_ids, request.generate, request.generate.sampling
-        more = "".join([image.sha256 for image in generate.images])
+        more = "".join(map(attrgetter("sha256"), generate.images))
         if request.adapter is not None:
             more += f" {request.adapter.ref.name} {request.adapter.ref.version}"
         if sampling.HasField("seed"):
@@ -419,15 +422,14 @@ class ScriptedBackend:
             reply = reply[sampled:]
         else:
             reply = self._continuation(prompt, more)
-        stops = self._stops(sampling)
+        stops = {*sampling.stop_token_ids}
+        if not sampling.ignore_eos:
+            stops.add(self._eos_id)
         for at, token in enumerate(reply.tolist(), start=1):
             if token in stops and at >= sampling.min_tokens:
                 reply = reply[:at]
                 break
-        return _Request(reply[: sampling.max_tokens], self._vocabulary, generate, prompt)
-
-    def _stops(self, sampling: sampling_pb2.SamplingParams) -> set[int]:
-        return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (self._eos_id,))}
+        return _Request(reply[: sampling.max_tokens], self._vocabulary, generate, prompt, stops)
 
     def _continuation(self, prompt: TokenIds, more: str) -> TokenIds:
         for after, reply in self._rules:

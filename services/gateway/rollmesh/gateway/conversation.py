@@ -334,8 +334,10 @@ class MessageReader:
         for sha256 in shown:
             kept -= held[sha256].size if sha256 in held else len(fresh[sha256].data)
         if kept <= _KEPT_BYTES:
-            others = tuple([one for one in self._known if one is not earlier])
-            self._known = (replace(found, earlier=None, fresh={}), *others)[:_KEPT]
+            others = [*self._known]
+            if earlier in others:
+                others.remove(earlier)
+            self._known = (replace(found, earlier=None, fresh={}), *others[: _KEPT - 1])
         return found, data[end:]
 
 

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 
@@ -39,6 +40,8 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.v1 import engine_pb2, sampling_pb2, trajectory_pb2
 
+_ids_of = attrgetter("token_ids")
+
 
 @dataclass(slots=True)
 class Prompt:
@@ -70,7 +73,7 @@ class Prompt:
 
     def ids(self) -> TokenIds:
         """Returns the complete prompt, uint32 [N]."""
-        parts = self.match.node.context()
+        parts: list[TokenIds] = [*map(_ids_of, self.match.node.path())]
         for _, ids, _ in self.new_groups:
             parts.append(ids)
         return np.concatenate([*parts, self.generation_prompt])
@@ -199,7 +202,8 @@ async def prepare(deps: Deps, session: Session, request: TurnRequest) -> Prompt:
         while node.parent is not None and node.as_printed is None and not rewrites:
             for message in node.messages if node.was_sampled else ():
                 compared += _MESSAGE_CHARS + len(message.content) + len(message.reasoning)
-                compared += sum(len(one.arguments) for one in message.tool_calls)
+                for one in message.tool_calls:
+                    compared += len(one.arguments)
             node = node.parent
         chars += compared if node.as_printed is not False else 0
         if chars > _SHORT_CHARS:

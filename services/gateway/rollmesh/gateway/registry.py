@@ -972,7 +972,7 @@ class ChatCall:
         """Joins the turns that the choices retry, begins the others, and returns all of them."""
         registry, session = self._registry, self._session
         session.used_ms = clock.monotonic_ms()
-        known = [session.find_turn(choice) for choice in choices]
+        known = list(map(session.find_turn, choices))
         if new := known.count(None):
             check_budget(session, new)
         turns: list[Turn] = []

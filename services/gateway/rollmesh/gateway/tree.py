@@ -167,15 +167,6 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
-    def context(self) -> list[TokenIds]:
-        """Returns the arrays whose concatenation is the context after this node."""
-        parts: list[TokenIds] = []
-        node = self
-        while node.parent is not None:
-            parts.append(node.token_ids)
-            node = node.parent
-        return parts[::-1]
-
 
 # Columns of nodes: the sampling support of their tokens, and routed experts.
 #

@@ -586,18 +586,17 @@ class Fleet:
             if key[0] == _kind(pool.gateway):
                 del self._pools[key]
 
-    def touch(self, engine: Engine, sessions: int = 0) -> None:
-        """Records a change of an engine's leases, and by how many its sessions changed."""
+    def touch(self, engine: Engine, sessions: int = 0, freed_ms: int | None = None) -> None:
+        """Records a change of an engine's leases, and by how many its sessions changed.
+
+        `freed_ms` is the time at which a turn on it ended. None if none did.
+        """
         for pool in self._pools.values():
             if engine in pool.engines:
                 pool.sessions += sessions
                 pool.changed.add(engine)
-
-    def freed(self, engine: Engine, now_ms: int) -> None:
-        """Records the end of a turn on an engine."""
-        for pool in self._pools.values():
-            if engine in pool.engines:
-                pool.freed_ms.append(now_ms)
+                if freed_ms is not None:
+                    pool.freed_ms.append(freed_ms)
 
     def fenced(self, engine: Engine) -> bool:
         """Returns whether an engine is fenced: it does not hold the target weights of its model.

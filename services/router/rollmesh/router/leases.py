@@ -537,10 +537,9 @@ class LeaseTable:
             return
         if (request := stream.waiting.pop(lease_id, None)) is not None:
             self._queue.remove(request)
-        if (lease := stream.leases.pop(lease_id, None)) is not None:
-            self.fleet.freed(lease.engine, now_ms)
-            if self._free(lease, outcome, now_ms):
-                self.fleet.circuit_changed(lease.engine)
+        lease = stream.leases.pop(lease_id, None)
+        if lease is not None and self._free(lease, outcome, now_ms):
+            self.fleet.circuit_changed(lease.engine)
 
     def report_fault(self, stream_id: str, lease_id: str, fault: str) -> Engine | None:
         """Takes a gateway's report that the engine of a lease gave an impossible answer.
@@ -663,15 +662,18 @@ class LeaseTable:
         self,
         lease: Lease,
         outcome: leases_pb2.LeaseOutcome.ValueType = leases_pb2.LEASE_OUTCOME_UNSPECIFIED,
-        now_ms: int = 0,
+        released_ms: int | None = None,
     ) -> bool:
-        """Frees the slot of a lease. Returns whether the circuit of its engine changed."""
+        """Frees the slot of a lease. Returns whether the circuit of its engine changed.
+
+        `released_ms` is the time at which its gateway released it. None if it did not.
+        """
         engine = lease.engine
         engine.held.remove(lease)
         engine.turns[lease.adapter] -= 1
         self.leases -= 1
-        self.fleet.touch(engine)
-        return engine.circuit.end(lease.epoch, outcome, now_ms, self._circuits)
+        self.fleet.touch(engine, freed_ms=released_ms)
+        return engine.circuit.end(lease.epoch, outcome, released_ms or 0, self._circuits)
 
     def _overdue(self, now_ms: int) -> Request | None:
         """Returns a request whose wait is over, or None if there is none.
