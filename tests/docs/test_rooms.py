@@ -5,15 +5,15 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_750, 60),
-    "services/runtime/rollmesh/mesh": (4_332, 13),
+    "services/runtime/rollmesh/runtime": (9_720, 60),
+    "services/runtime/rollmesh/mesh": (4_290, 13),
     "services/gateway/rollmesh/chat": (7_569, 33),
-    "services/gateway/rollmesh/gateway": (10_459, 28),
-    "services/engine/rollmesh/engine": (7_564, 26),
-    "services/router/rollmesh/router": (4_527, 15),
+    "services/gateway/rollmesh/gateway": (10_457, 28),
+    "services/engine/rollmesh/engine": (7_567, 26),
+    "services/router/rollmesh/router": (4_528, 15),
     "services/collector/rollmesh/collector": (5_297, 13),
     "services/collector/rollmesh/scorer": (356, 5),
-    "clients/rollmesh/sidecar": (5_581, 14),
+    "clients/rollmesh/sidecar": (5_586, 14),
     "clients/rollmesh/client": (6_983, 19),
     "clients/rollmesh/record": (3_536, 14),
     "clients/rollmesh/batches": (1_072, 6),
