@@ -56,16 +56,6 @@ def unpack_logprobs(data: bytes, field: str) -> Logprobs:
     return np.frombuffer(data, dtype=_F32)
 
 
-def wrong_logprob(logprobs: Logprobs) -> int | None:
-    """Returns the index of the first impossible value of [N], or None if all are possible.
-
-    NaN, infinities and values above 0 by more than rounding are impossible.
-    """
-    with np.errstate(invalid="ignore"):  # a signalling NaN is treated as a NaN
-        right = (logprobs > -np.inf) & (logprobs <= MOST_LOGPROB)
-    return None if right.all() else int(right.argmin())
-
-
 def unpack_mask(data: bytes, field: str) -> Mask:
     """Reads flags [N] from N bytes, without a copy and read-only.
 

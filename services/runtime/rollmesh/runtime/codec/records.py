@@ -2,12 +2,14 @@
 
 import hashlib
 import math
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container
 
-from rollmesh.runtime.codec.arrays import unpack_tokens, wrong_logprob
+import numpy as np
+
+from rollmesh.runtime.codec.arrays import MOST_LOGPROB, unpack_tokens
 from rollmesh.runtime.codec.columns import check_columns
 from rollmesh.runtime.errors import InvalidFieldError, check_name
-from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
+from rollmesh.v1 import session_pb2, trajectory_pb2
 
 
 def check_session(record: session_pb2.SessionRecord, path: str) -> None:
@@ -25,7 +27,20 @@ def check_session(record: session_pb2.SessionRecord, path: str) -> None:
             f"is {record.sample_index}; give one below group_size, {record.group_size}",
         )
     _check_finite(f"{path}.reward", record.reward)
+    images: set[str] = set()
+    for at, image in enumerate(record.images):
+        field = f"{path}.images[{at}]"
+        if image.sha256 in images:
+            raise InvalidFieldError(f"{field}.sha256", "is there twice")
+        if image.data_bytes != len(image.data):
+            raise InvalidFieldError(
+                f"{field}.data_bytes", f"is {image.data_bytes} for {len(image.data)} bytes"
+            )
+        if hashlib.sha256(image.data).hexdigest() != image.sha256:
+            raise InvalidFieldError(f"{field}.sha256", "is not the hash of its data")
+        images.add(image.sha256)
     seen: set[str] = set()
+    has_tokens = record.capture not in {session_pb2.CAPTURE_LOGPROBS, session_pb2.CAPTURE_TEXT}
     for at, trajectory in enumerate(record.trajectories):
         field = f"{path}.trajectories[{at}]"
         if not trajectory.trajectory_id or trajectory.trajectory_id in seen:
@@ -34,46 +49,108 @@ def check_session(record: session_pb2.SessionRecord, path: str) -> None:
             raise InvalidFieldError(f"{field}.session_id", "is another session's")
         seen.add(trajectory.trajectory_id)
         _check_finite(f"{field}.reward", trajectory.reward)
-        count = _check_tokens(trajectory.tokens, f"{field}.tokens")
-        if record.capture in {session_pb2.CAPTURE_LOGPROBS, session_pb2.CAPTURE_TEXT}:
-            if count:
-                raise InvalidFieldError(
-                    f"{field}.tokens", "are given, and the session captures none"
-                )
+        count = _check_row(trajectory, field, images, has_tokens=has_tokens)
+        if not has_tokens:
             for nth, segment in enumerate(trajectory.segments):
                 if segment.end:
                     raise InvalidFieldError(f"{field}.segments[{nth}]", "has tokens")
-        else:
-            if not count or trajectory.prompt_tokens > count:
-                raise InvalidFieldError(f"{field}.prompt_tokens", f"does not fit {count} tokens")
-            _check_versions(trajectory.version_spans, count, f"{field}.version_spans")
-            covered = _check_runs(trajectory.segments, count, f"{field}.segments")
-            check_columns(trajectory.columns, f"{field}.columns", count)
-            if covered != count:
-                raise InvalidFieldError(f"{field}.segments", f"do not cover the {count} tokens")
-        for nth, segment in enumerate(trajectory.segments):
-            _check_reward(segment, f"{field}.segments[{nth}]")
-    known = _check_images(record.images, f"{path}.images")
-    for at, trajectory in enumerate(record.trajectories):
-        _check_shown(trajectory, known, f"{path}.trajectories[{at}]")
-    _check_messages(record, path)
+            continue
+        if not count or trajectory.prompt_tokens > count:
+            raise InvalidFieldError(f"{field}.prompt_tokens", f"does not fit {count} tokens")
+        if _check_runs(trajectory.segments, count, f"{field}.segments") != count:
+            raise InvalidFieldError(f"{field}.segments", f"do not cover the {count} tokens")
     if record.HasField("tree"):
-        _check_shown(record.tree, known, f"{path}.tree")
         if record.trajectories:
             raise InvalidFieldError(f"{path}.tree", "is given beside trajectories; give one form")
-        _check_tree(record.tree, f"{path}.tree")
+        _check_tree(record.tree, f"{path}.tree", images)
+    _check_messages(record, path)
+
+
+def _check_tree(tree: trajectory_pb2.TrajectoryTree, field: str, images: Container[str]) -> None:
+    count = _check_row(tree, field, images)
+    end = 0
+    for at, node in enumerate(tree.nodes):
+        if node.start != end or not end <= node.end <= count:
+            raise InvalidFieldError(f"{field}.nodes[{at}]", "does not begin where the last ended")
+        if node.scaffold_tokens > node.end - node.start:
+            raise InvalidFieldError(
+                f"{field}.nodes[{at}].scaffold_tokens", "are more than its tokens"
+            )
+        if node.HasField("parent_index") and node.parent_index >= at:
+            raise InvalidFieldError(f"{field}.nodes[{at}].parent_index", "is not an earlier node")
+        end = node.end
+    if end != count:
+        raise InvalidFieldError(f"{field}.nodes", f"do not cover the {count} tokens")
+
+
+def _check_row(
+    row: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree,
+    field: str,
+    images: Container[str],
+    *,
+    has_tokens: bool = True,
+) -> int:
+    """Checks what trajectories and trees have in common, and returns the number of tokens.
+
+    Args:
+        row: The trajectory, or the tree.
+        field: Its name in errors.
+        images: Hashes of the images of the record.
+        has_tokens: Whether its session captures tokens.
+    """
+    _, logprobs, loss_mask = unpack_tokens(row.tokens, f"{field}.tokens")
+    count = len(loss_mask)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is treated as a NaN
+        possible = (logprobs > -np.inf) & (logprobs <= MOST_LOGPROB)
+    if not possible.all():
+        wrong = int(possible.argmin())
+        raise InvalidFieldError(
+            f"{field}.tokens.logprobs_f32le",
+            f"has {logprobs[wrong]} at token {wrong}; send finite numbers that are not above 0",
+        )
+    if has_tokens:
+        _check_runs(row.version_spans, count, f"{field}.version_spans")
+        for at, span in enumerate(row.version_spans):
+            if span.policy_version < 0:
+                raise InvalidFieldError(
+                    f"{field}.version_spans[{at}].policy_version",
+                    f"is {span.policy_version}; give at least 0",
+                )
+        check_columns(row.columns, f"{field}.columns", count)
+    elif count:
+        raise InvalidFieldError(f"{field}.tokens", "are given, and the session captures none")
+    end = 0
+    for at, image in enumerate(row.images):
+        if not end <= image.start < image.start + image.tokens <= count:
+            raise InvalidFieldError(
+                f"{field}.images[{at}]", f"overlaps, or is not within the {count} tokens"
+            )
+        end = image.start + image.tokens
+        if image.sha256 not in images:
+            raise InvalidFieldError(
+                f"{field}.images[{at}].sha256", "is not the hash of an image of the record"
+            )
+        if loss_mask[image.start : end].any():
+            raise InvalidFieldError(f"{field}.images[{at}]", "has tokens that are trained")
+    part = "nodes" if isinstance(row, trajectory_pb2.TrajectoryTree) else "segments"
+    for at, run in enumerate(getattr(row, part)):
+        if run.HasField("reward"):
+            if not run.sampled:
+                raise InvalidFieldError(
+                    f"{field}.{part}[{at}].reward", "is of what was not sampled"
+                )
+            _check_finite(f"{field}.{part}[{at}].reward", run.reward)
+    return count
 
 
 def _check_messages(record: session_pb2.SessionRecord, path: str) -> None:
     """Checks that each node's parent comes before it, and that sizes and contexts fit."""
-    seen = {0}
-    sizes = {"messages": [(one.data_bytes, len(one.data)) for one in record.messages]}
-    sizes["contexts"] = [(one.data_bytes, len(one.data)) for one in record.contexts]
-    for name, found in sizes.items():
-        for at, (said, size) in enumerate(found):
-            if said != size:
-                problem = f"is {said} for {size} bytes"
+    for name in ("messages", "contexts"):
+        for at, one in enumerate(getattr(record, name)):
+            if one.data_bytes != len(one.data):
+                problem = f"is {one.data_bytes} for {len(one.data)} bytes"
                 raise InvalidFieldError(f"{path}.{name}[{at}].data_bytes", problem)
+    seen = {0}
     for at, node in enumerate(record.messages):
         field = f"{path}.messages[{at}]"
         if node.node_id in seen:
@@ -85,95 +162,9 @@ def _check_messages(record: session_pb2.SessionRecord, path: str) -> None:
         seen.add(node.node_id)
 
 
-def _check_tree(tree: trajectory_pb2.TrajectoryTree, field: str) -> None:
-    count = _check_tokens(tree.tokens, f"{field}.tokens")
-    _check_versions(tree.version_spans, count, f"{field}.version_spans")
-    end = 0
-    for at, node in enumerate(tree.nodes):
-        if node.start != end or not end <= node.end <= count:
-            raise InvalidFieldError(f"{field}.nodes[{at}]", "does not begin where the last ended")
-        if node.scaffold_tokens > node.end - node.start:
-            raise InvalidFieldError(
-                f"{field}.nodes[{at}].scaffold_tokens", "are more than its tokens"
-            )
-        if node.HasField("parent_index") and node.parent_index >= at:
-            raise InvalidFieldError(f"{field}.nodes[{at}].parent_index", "is not an earlier node")
-        _check_reward(node, f"{field}.nodes[{at}]")
-        end = node.end
-    check_columns(tree.columns, f"{field}.columns", count)
-    if end != count:
-        raise InvalidFieldError(f"{field}.nodes", f"do not cover the {count} tokens")
-
-
-def _check_images(images: Sequence[session_pb2.SessionImage], field: str) -> set[str]:
-    """Checks the images of a record and returns their hashes."""
-    known: set[str] = set()
-    for at, image in enumerate(images):
-        if image.sha256 in known:
-            raise InvalidFieldError(f"{field}[{at}].sha256", "is there twice")
-        if image.data_bytes != len(image.data):
-            raise InvalidFieldError(
-                f"{field}[{at}].data_bytes", f"is {image.data_bytes} for {len(image.data)} bytes"
-            )
-        if hashlib.sha256(image.data).hexdigest() != image.sha256:
-            raise InvalidFieldError(f"{field}[{at}].sha256", "is not the hash of its data")
-        known.add(image.sha256)
-    return known
-
-
-def _check_shown(
-    shown: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree, known: set[str], field: str
-) -> None:
-    """Checks where the images of a trajectory or a tree are in its tokens."""
-    end, count = 0, len(shown.tokens.loss_mask_u8)
-    for at, image in enumerate(shown.images):
-        if not end <= image.start < image.start + image.tokens <= count:
-            raise InvalidFieldError(
-                f"{field}.images[{at}]", f"overlaps, or is not within the {count} tokens"
-            )
-        if image.sha256 not in known:
-            raise InvalidFieldError(
-                f"{field}.images[{at}].sha256", "is not the hash of an image of the record"
-            )
-        if any(shown.tokens.loss_mask_u8[image.start : image.start + image.tokens]):
-            raise InvalidFieldError(f"{field}.images[{at}]", "has tokens that are trained")
-        end = image.start + image.tokens
-
-
-def _check_reward(
-    turn: trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode, field: str
-) -> None:
-    if not turn.HasField("reward"):
-        return
-    if not turn.sampled:
-        raise InvalidFieldError(f"{field}.reward", "is of what was not sampled")
-    _check_finite(f"{field}.reward", turn.reward)
-
-
 def _check_finite(field: str, reward: float) -> None:
     if not math.isfinite(reward):
         raise InvalidFieldError(field, f"{reward} is not a finite number")
-
-
-def _check_tokens(tokens: trajectory_pb2.TokenArrays, field: str) -> int:
-    """Checks the lengths and values of the arrays and returns the number of tokens."""
-    _, logprobs, _ = unpack_tokens(tokens, field)
-    if (wrong := wrong_logprob(logprobs)) is not None:
-        raise InvalidFieldError(
-            f"{field}.logprobs_f32le",
-            f"has {logprobs[wrong]} at token {wrong}; send finite numbers that are not above 0",
-        )
-    return len(logprobs)
-
-
-def _check_versions(spans: Sequence[sampling_pb2.VersionSpan], count: int, field: str) -> None:
-    """Checks that policy versions count from 0 and that their runs ascend."""
-    _check_runs(spans, count, field)
-    for at, span in enumerate(spans):
-        if span.policy_version < 0:
-            raise InvalidFieldError(
-                f"{field}[{at}].policy_version", f"is {span.policy_version}; give at least 0"
-            )
 
 
 def _check_runs(runs: object, count: int, field: str) -> int:
