@@ -48,7 +48,7 @@ def test_a_response_has_the_filtered_part_of_every_session() -> None:
 def test_a_session_is_put_together_as_it_was(session: session_pb2.SessionRecord) -> None:
     whole = session_pb2.SessionRecord.FromString(session.SerializeToString())
     head, arrays = split(session)
-    unit = judge_unit(Unit(1, "s"), [head], EVERYTHING)
+    unit = judge_unit(Unit(1, "s", ("s",)), [head], EVERYTHING)
     assert unit is not None
     unit.arrays = [b"".join(arrays)]
     response = unit.response()
@@ -58,7 +58,7 @@ def test_a_session_is_put_together_as_it_was(session: session_pb2.SessionRecord)
 
 @pytest.mark.parametrize("size", [pytest.param(-1, id="short"), pytest.param(1, id="long")])
 def test_arrays_that_do_not_fit_their_head_are_damage(size: int) -> None:
-    made = loaded(Unit(1, "a"), record("a"))
+    made = loaded(Unit(1, "a", ("a",)), record("a"))
     made.arrays = [made.arrays[0][:size] if size < 0 else made.arrays[0] + bytes(size)]
     assert made.response() is None
     assert made.verdict.reason == pb.FILTER_REASON_DAMAGED

@@ -103,7 +103,7 @@ async def test_a_group_with_the_id_of_a_session_leaves_without_it(opened: Opener
         await fill(store, [waiting, record("a", "g")])
         dropped = [Settlement(id_, pb.FILTER_REASON_TURNS) for id_ in await sessions.ids()]
         await store.settle("sessions", dropped[:1], 0)
-        await sessions.load(Unit(2, "a"))
+        await sessions.load(Unit(2, "a", ("a",)))
         await sessions.settle("a")
         await (await Reader.open(store, "groups", GROUP)).take_all()
         (listed,), _ = await store.filtered("sessions", 10, "")

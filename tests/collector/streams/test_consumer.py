@@ -22,7 +22,8 @@ class DeliveryMachine(RuleBasedStateMachine):
 
     @rule()
     def unit_arrives(self) -> None:
-        unit = Unit(len(self.units) + 1, f"s{len(self.units) + 1}")
+        number = len(self.units) + 1
+        unit = Unit(number, f"s{number}", (f"s{number}",))
         self.units[unit.unit_id] = unit
         self.consumer.add(unit)
 
@@ -101,7 +102,7 @@ TestDeliveryMachine.settings = settings(stateful_step_count=40)
 def test_a_unit_goes_to_the_stream_that_did_not_let_its_lease_run_out() -> None:
     consumer = Consumer(TRAINER)
     slow, fast = consumer.open_stream(), consumer.open_stream()
-    unit = Unit(1, "s")
+    unit = Unit(1, "s", ("s",))
     consumer.add(unit)
     slow.credits += 3
     assert consumer.take(slow, 0) == unit
@@ -136,7 +137,7 @@ def test_nothing_waits_for_a_stream_whose_consumer_does_not_read() -> None:
 
 
 def unit(seq: int) -> Unit:
-    return Unit(seq, f"s{seq}")
+    return Unit(seq, f"s{seq}", (f"s{seq}",))
 
 
 def test_many_credits_do_not_bring_in_the_whole_store() -> None:

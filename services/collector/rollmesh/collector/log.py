@@ -46,15 +46,10 @@ class Unit(NamedTuple):
     """Position in the log."""
     unit_id: str
     """Session id or group key. Also the delivery id."""
-    members: tuple[str, ...] = ()
-    """Session ids in order of delivery. Empty: the single session with this id."""
+    session_ids: tuple[str, ...]
+    """Ids of its sessions, in order of delivery."""
     partial: bool = False
     """Whether the group has fewer samples than announced."""
-
-    @property
-    def session_ids(self) -> tuple[str, ...]:
-        """Ids of the unit's sessions."""
-        return self.members or (self.unit_id,)
 
 
 class Page(NamedTuple):
@@ -445,11 +440,9 @@ def judge(
     removed: list[pb.RemovedTrajectories] = []
     refused: list[Reason] = []
     for head in heads:
-        refusal = _refusal(rules, head)
-        rows, run = rows_of(head), _run_of(consumer, head)
-        reasons = [refusal or _reason(rules, version, row, run) for row in rows]
+        refusal, reasons = _reasons(consumer, head, version)
         if consumer.HasField("teacher"):
-            for at, row in enumerate(rows):
+            for at, row in enumerate(rows_of(head)):
                 # No teacher can score a tree, tokens of images, or no tokens.
                 is_tree = isinstance(row, trajectory_pb2.TrajectoryTree)
                 has_none = is_tree or bool(row.images) or not tokens_of(row)
@@ -475,17 +468,8 @@ def judge(
 
 def usable(consumer: pb.Consumer, head: session_pb2.SessionRecord) -> bool:
     """Returns whether the filter leaves a session at least one trajectory. Ignores policy lag."""
-    rules, run = consumer.filter, _run_of(consumer, head)
-    reasons = (_reason(rules, None, row, run) for row in rows_of(head))
-    return not _refusal(rules, head) and not all(reasons)
-
-
-def _run_of(
-    consumer: pb.Consumer, head: session_pb2.SessionRecord
-) -> sampling_pb2.PolicyRun | None:
-    """Returns the consumer's run, or None if it has none, or one of another model."""
-    is_other = consumer.policy_run.model not in {"", head.model}
-    return consumer.policy_run if consumer.HasField("policy_run") and not is_other else None
+    refusal, reasons = _reasons(consumer, head, None)
+    return not refusal and not all(reasons)
 
 
 def trained_spans(row: Row) -> Iterator[sampling_pb2.VersionSpan]:
@@ -496,19 +480,25 @@ def trained_spans(row: Row) -> Iterator[sampling_pb2.VersionSpan]:
             yield span
 
 
-def _refusal(rules: pb.DeliveryFilter, head: session_pb2.SessionRecord) -> Reason:
-    """Returns why a whole session is removed, or UNSPECIFIED if it is not."""
+def _reasons(
+    consumer: pb.Consumer, head: session_pb2.SessionRecord, version: int | None
+) -> tuple[Reason, list[Reason]]:
+    """Returns why a whole session is removed, and why each of its rows is, or UNSPECIFIED."""
+    rules, train = consumer.filter, session_pb2.SESSION_PURPOSE_TRAIN
     captures = rules.captures or [session_pb2.CAPTURE_TOKENS]
+    refusal: Reason = pb.FILTER_REASON_UNSPECIFIED
     if not head.abandoned and (head.capture or session_pb2.CAPTURE_TOKENS) not in captures:
-        return pb.FILTER_REASON_CAPTURE
-    if rules.model not in {"", head.model}:
-        return pb.FILTER_REASON_MODEL
-    train = session_pb2.SESSION_PURPOSE_TRAIN
-    if (head.purpose or train) not in (rules.purposes or [train]):
-        return pb.FILTER_REASON_PURPOSE
-    if rules.metadata and not rules.metadata.items() <= head.metadata.items():
-        return pb.FILTER_REASON_METADATA
-    return pb.FILTER_REASON_UNSPECIFIED
+        refusal = pb.FILTER_REASON_CAPTURE
+    elif rules.model not in {"", head.model}:
+        refusal = pb.FILTER_REASON_MODEL
+    elif (head.purpose or train) not in (rules.purposes or [train]):
+        refusal = pb.FILTER_REASON_PURPOSE
+    elif rules.metadata and not rules.metadata.items() <= head.metadata.items():
+        refusal = pb.FILTER_REASON_METADATA
+    run = consumer.policy_run if consumer.HasField("policy_run") else None
+    if run is not None and run.model not in {"", head.model}:
+        run = None  # it is of another model
+    return refusal, [refusal or _reason(rules, version, row, run) for row in rows_of(head)]
 
 
 def _reason(
@@ -681,7 +671,8 @@ def kept_of(
     if consumer is None:
         return session
     head, arrays = split(session)
-    loaded = judge_unit(Unit(0, session.session_id), [head], consumer)
+    unit = Unit(0, session.session_id, (session.session_id,))
+    loaded = judge_unit(unit, [head], consumer)
     if loaded is None or loaded.verdict.reason:
         return None
     return join(loaded.heads[0], b"".join(arrays), loaded.verdict.kept[0])

@@ -123,7 +123,7 @@ class PostgresStore(Store):
                 f" AND holder = ?2 AND unit_id {tx.db.within(3)}",
                 consumer.name,
                 self._me,
-                tx.db.listed([one.unit.unit_id for one in found if one]),
+                [one.unit.unit_id for one in found if one],
             )
             held = {unit_id for (unit_id,) in rows}
             mine = [one if one and one.unit.unit_id in held else None for one in found]
@@ -175,7 +175,7 @@ class PostgresStore(Store):
         """Returns the arrays of stored sessions."""
         found = tx.db.rows(
             f"SELECT session_id, arrays FROM sessions WHERE session_id {tx.db.within(1)}",
-            tx.db.listed(session_ids),
+            [*session_ids],
         )
         return dict(found)
 
@@ -184,7 +184,7 @@ class PostgresStore(Store):
         size: int = tx.db.value(
             "SELECT CAST(coalesce(sum(octet_length(head) + octet_length(arrays)), 0) AS BIGINT)"
             f" FROM sessions WHERE group_key {tx.db.within(1)}",
-            tx.db.listed(keys),
+            [*keys],
         )
         tx.add(_BYTES, -size)
 
@@ -297,7 +297,7 @@ class PostgresStore(Store):
             self._me if is_doubtful else _FREE,
         )
         return [
-            Unit(seq, unit_id, tuple(json.loads(members)), bool(partial))
+            Unit(seq, unit_id, tuple(json.loads(members)) or (unit_id,), bool(partial))
             for seq, unit_id, members, partial in rows
         ]
 

@@ -26,7 +26,7 @@ from rollmesh.collector.sqlite import open_sqlite
 from rollmesh.collector.store import MOST_CHECKPOINTS, Retention, Store
 from rollmesh.collector.streams import Subscriptions, check_count
 from rollmesh.mesh import Membership, ScoringEngines
-from rollmesh.runtime import WINDOW, alarms_of, clock, first_of
+from rollmesh.runtime import WINDOW, alarms_of, begun, clock, first_of
 from rollmesh.runtime.codec import check_session
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import (
@@ -183,7 +183,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
             raise InvalidFieldError("sessions", "is empty; send at least one")
         began_ms = clock.monotonic_ms()
         await asyncio.to_thread(_check_sessions, request.sessions)
-        duplicates = await self.subscriptions.finish(self._ingest(request.sessions))
+        duplicates = await begun(self.subscriptions.tasks, self._ingest(request.sessions))
         if tracing.is_on():
             took_ms = clock.monotonic_ms() - began_ms
             for one, duplicate in zip(request.sessions, duplicates, strict=True):  # in their traces
@@ -215,7 +215,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         if sum(len(key) + len(value) for key, value in request.metadata.items()) > _MAX_METADATA:
             raise InvalidFieldError("metadata", f"is longer than {_MAX_METADATA} characters")
         seat = abandoned_seat(request, clock.unix_ms())
-        (duplicate,) = await self.subscriptions.finish(self._ingest([seat]))
+        (duplicate,) = await begun(self.subscriptions.tasks, self._ingest([seat]))
         if not duplicate:
             metrics.ABANDONED_SEATS.inc()
         return pb.AbandonSeatResponse(duplicate=duplicate)
@@ -277,7 +277,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         self, request: pb.SetRewardsRequest, context: Context
     ) -> pb.SetRewardsResponse:
         check_name("request_id", request.request_id)
-        duplicate = await self.subscriptions.finish(self._set_rewards(request))
+        duplicate = await begun(self.subscriptions.tasks, self._set_rewards(request))
         metrics.REWARDS.labels("repeat" if duplicate else "set").inc()
         return pb.SetRewardsResponse(duplicate=duplicate)
 
@@ -302,7 +302,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
                 "untrained_delivery_ids", f"has {count} ids; give at most {_MAX_UNTRAINED}"
             )
         work = self.store.create_checkpoint(request, clock.steady_unix_ms())
-        checkpoint = await self.subscriptions.finish(work)
+        checkpoint = await begun(self.subscriptions.tasks, work)
         return pb.CreateCheckpointResponse(checkpoint=checkpoint)
 
     async def RestoreCheckpoint(
@@ -319,7 +319,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         self, request: pb.ReleaseCheckpointRequest, context: Context
     ) -> pb.ReleaseCheckpointResponse:
         work = self.store.release_checkpoint(request.consumer, request.checkpoint_id)
-        await self.subscriptions.finish(work)
+        await begun(self.subscriptions.tasks, work)
         return pb.ReleaseCheckpointResponse()
 
     async def ReportStep(
@@ -339,7 +339,9 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         for name in step.metrics:
             if not _METRIC_NAME.fullmatch(name):
                 raise InvalidFieldError("step.metrics", _NO_METRIC_NAME.format(name))
-        await self.subscriptions.finish(self.store.report_step(request.consumer, step, request.run))
+        await begun(
+            self.subscriptions.tasks, self.store.report_step(request.consumer, step, request.run)
+        )
         steps = await self.store.steps(request.consumer, WINDOW)
         alarms = alarms_of(steps)
         show_alarms([(one.name, request.consumer) for one in alarms], request.consumer)
@@ -352,7 +354,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
             if not _METRIC_NAME.fullmatch(one.name):
                 raise InvalidFieldError(f"annotations[{at}].name", _NO_METRIC_NAME.format(one.name))
         work = self.store.annotate(request.session_id, request.annotations)
-        await self.subscriptions.finish(work)
+        await begun(self.subscriptions.tasks, work)
         return pb.AnnotateResponse()
 
     async def ListSteps(
@@ -468,7 +470,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         self, request: Message, work: Callable[[], Coroutine[Any, Any, _Answer]]
     ) -> _Answer:
         """Does the work of a request once for its id, to the end even if the caller leaves."""
-        return await self._repeats.once(request, lambda: self.subscriptions.finish(work()))
+        return await self._repeats.once(request, lambda: begun(self.subscriptions.tasks, work()))
 
     async def _ingest(self, sessions: Sequence[session_pb2.SessionRecord]) -> list[bool]:
         """Stores sessions and returns for each whether it was a repeat."""
@@ -559,11 +561,6 @@ async def maintain(
     async def tick() -> None:
         if await store.tick(clock.steady_unix_ms()):
             subscriptions.announce()
-        await asyncio.sleep(tick_ms / 1000)
-
-    async def expire() -> None:
-        await subscriptions.expire()
-        await asyncio.sleep(tick_ms / 1000)
 
     async def listen() -> None:
         for name in await store.changed():
@@ -573,7 +570,6 @@ async def maintain(
 
     async def retain() -> None:
         metrics.REMOVED.inc(await store.retain(clock.steady_unix_ms()))
-        await asyncio.sleep(_RETAIN_EVERY_S)
 
     # Consumers get time to reconnect before the time without a collector counts against them.
     patient_until = clock.monotonic_ms() + min(consumer_ttl_ms, _PATIENCE_MS)
@@ -581,18 +577,24 @@ async def maintain(
     async def attend() -> None:
         expires = consumer_ttl_ms and clock.monotonic_ms() >= patient_until
         await subscriptions.attend(consumer_ttl_ms if expires else None)
-        every_ms = min(consumer_ttl_ms / 4, _ATTEND_EVERY_MS) if consumer_ttl_ms else None
-        await asyncio.sleep((every_ms or _ATTEND_EVERY_MS) / 1000)
 
+    attend_ms = min(consumer_ttl_ms / 4, _ATTEND_EVERY_MS) if consumer_ttl_ms else _ATTEND_EVERY_MS
     async with asyncio.TaskGroup() as group:
-        for work in (tick, expire, listen, retain, attend):
-            group.create_task(_for_ever(work))
+        for work, pause_s in (
+            (tick, tick_ms / 1000),
+            (subscriptions.expire, tick_ms / 1000),
+            (listen, 0.0),
+            (retain, _RETAIN_EVERY_S),
+            (attend, attend_ms / 1000),
+        ):
+            group.create_task(_for_ever(work, pause_s))
 
 
-async def _for_ever(work: Callable[[], Awaitable[None]]) -> None:
+async def _for_ever(work: Callable[[], Awaitable[None]], pause_s: float) -> None:
     while True:
         try:
             await work()
+            await asyncio.sleep(pause_s)
         except RollmeshError as error:
             metrics.STORE_ERRORS.labels(error.reason).inc()
             _log.warning(

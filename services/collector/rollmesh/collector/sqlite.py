@@ -255,7 +255,7 @@ class SqliteStore(Store):
         rows = tx.db.rows(
             "SELECT session_id, arrays, file, at, size FROM sessions"
             f" WHERE session_id {tx.db.within(1)}",
-            tx.db.listed(session_ids),
+            [*session_ids],
         )
         found: dict[str, bytes | SessionDamagedError] = {}
         for session_id, arrays, *place in rows:
@@ -272,7 +272,7 @@ class SqliteStore(Store):
         rows = tx.db.rows(
             "SELECT DISTINCT file FROM sessions WHERE file IS NOT NULL"
             f" AND group_key {tx.db.within(1)}",
-            tx.db.listed(keys),
+            [*keys],
         )
         tx.left |= {file for (file,) in rows}
 

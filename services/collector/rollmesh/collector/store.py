@@ -177,8 +177,8 @@ def _ingest(tx: Transaction, arrivals: Sequence[Arrival], now_ms: int) -> list[b
     found = tx.db.rows(
         f"SELECT session_id, 0 FROM sessions WHERE session_id {tx.db.within(1)}"
         f" UNION ALL SELECT id, 1 FROM removed WHERE id {tx.db.within(2)}",
-        tx.db.listed(ids),
-        tx.db.listed(tombstones),
+        ids,
+        tombstones,
     )
     known = {id_ for id_, _ in found}
     gone = {id_ for id_, is_removed in found if is_removed}
@@ -247,7 +247,7 @@ def _find_groups(tx: Transaction, keys: Collection[str]) -> dict[str, Group]:
         return {}
     rows = tx.db.rows(
         f"SELECT group_key, size, first_ms FROM groups WHERE group_key {tx.db.within(1)}",
-        tx.db.listed(keys),
+        [*keys],
     )
     return {row[0]: Group(*row) for row in rows}
 
@@ -303,7 +303,7 @@ def _decide(
     keys = {key for _, key in sessions} | groups.keys()
     rows = tx.db.rows(
         f"SELECT unit_id, members FROM units WHERE log = ?2 AND unit_id {tx.db.within(1)}",
-        tx.db.listed(keys),
+        [*keys],
         name,
     )
     formed_before: dict[str, str] = dict(rows)
@@ -311,7 +311,7 @@ def _decide(
     if others := keys - groups.keys():  # of superseded sessions, or removed
         rows = tx.db.rows(
             f"SELECT id FROM removed WHERE id {tx.db.within(1)}",
-            tx.db.listed([f"{GROUP_LOG}:{key}" for key in others]),
+            [f"{GROUP_LOG}:{key}" for key in others],
         )
         gone = {id_.removeprefix(f"{GROUP_LOG}:") for (id_,) in rows}
     entries: list[pb.FilteredEntry] = []
@@ -322,14 +322,14 @@ def _decide(
     waiting = [group for key, group in groups.items() if key not in formed_before]
     for at in range(0, len(waiting), _GROUPS_AT_ONCE):
         some = waiting[at : at + _GROUPS_AT_ONCE]
-        listed = tx.db.listed([group.key for group in some])
-        members_of = _members(tx, consumer, listed)
+        waiting_keys = [group.key for group in some]
+        members_of = _members(tx, consumer, waiting_keys)
         positions: dict[str, tuple[int, int]] = {}
         if name != GROUP_LOG:
             rows = tx.db.rows(
                 "SELECT unit_id, seq, made_ms FROM units"
                 f" WHERE log = ?2 AND unit_id {tx.db.within(1)}",
-                listed,
+                waiting_keys,
                 GROUP_LOG,
             )
             positions = {unit_id: (seq, made_ms) for unit_id, seq, made_ms in rows}
@@ -348,7 +348,7 @@ def _decide(
         if not units:
             continue
         _add_units(tx, name, units)
-        formed_now = tx.db.listed([key for _, _, key, *_ in units])
+        formed_now = [key for _, _, key, *_ in units]
         if name == GROUP_LOG:
             tx.db.run(f"UPDATE groups SET open = 0 WHERE group_key {tx.db.within(1)}", formed_now)
         tx.db.run_many(
@@ -367,7 +367,7 @@ def _decide(
     if entries:  # without those that an earlier policy of the consumer listed
         rows = tx.db.rows(
             f"SELECT unit_id, entry FROM filtered WHERE unit_id {tx.db.within(1)} AND owner = ?2",
-            tx.db.listed({entry.delivery_id for entry in entries}),
+            [entry.delivery_id for entry in entries],
             name,
         )
         found = [log.read_entry(unit_id, data, is_group=False) for unit_id, data in rows]
@@ -379,7 +379,7 @@ def _decide(
         )
 
 
-def _members(tx: Transaction, consumer: pb.Consumer, listed: Any) -> dict[str, list[Member]]:
+def _members(tx: Transaction, consumer: pb.Consumer, keys: list[str]) -> dict[str, list[Member]]:
     """Returns the ready members of groups in order of arrival, by the keys of the groups.
 
     A head is read only where it decides: under a policy that asks for usable samples or whole
@@ -390,7 +390,7 @@ def _members(tx: Transaction, consumer: pb.Consumer, listed: Any) -> dict[str, l
     rows = tx.db.rows(
         f"SELECT group_key, session_id, sample_index, {'head' if judges else 'NULL'} FROM sessions"
         f" WHERE group_key {tx.db.within(1)} AND ready = 1 ORDER BY n",
-        listed,
+        keys,
     )
     heads: dict[str, bytes] = {}
     seats = Counter([(key, index) for key, _, index, _ in rows])
@@ -399,7 +399,7 @@ def _members(tx: Transaction, consumer: pb.Consumer, listed: Any) -> dict[str, l
         heads = dict(
             tx.db.rows(
                 f"SELECT session_id, head FROM sessions WHERE session_id {tx.db.within(1)}",
-                tx.db.listed(rivals),
+                rivals,
             )
         )
     members: dict[str, list[Member]] = {}
@@ -912,7 +912,7 @@ def create_checkpoint(
             " made_ms) VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
             *(name, made, tx.next(_LAST_CHECKPOINT), known.start_seq, version, now_ms),
         )
-        untrained = tx.db.listed(request.untrained_delivery_ids)
+        untrained = [*request.untrained_delivery_ids]
         rows = tx.db.rows(
             f"SELECT unit_id FROM units WHERE log = ?2 AND unit_id {tx.db.within(1)}",
             untrained,
@@ -1082,7 +1082,8 @@ def fetch(tx: Transaction, name: str, after: int, limit: int, now_ms: int) -> Pa
                 break
             leading = False
             if not held:
-                units.append(Unit(seq, unit_id, tuple(json.loads(members)), bool(partial)))
+                ids = tuple(json.loads(members)) or (unit_id,)
+                units.append(Unit(seq, unit_id, ids, bool(partial)))
         elif leading:
             floor = seq
         cursor = seq
@@ -1113,7 +1114,7 @@ def read_units(
     ids = [session_id for unit in units for session_id in unit.session_ids]
     rows = tx.db.rows(
         f"SELECT session_id, head FROM sessions WHERE session_id {tx.db.within(1)}",
-        tx.db.listed(ids),
+        ids,
     )
     heads: dict[str, bytes] = dict(rows)
     scores: dict[log.RowKey, bytes] = {}  # by the consumer's teacher. Empty ones are a refusal
@@ -1122,7 +1123,7 @@ def read_units(
             "SELECT session_id, row_index, scores FROM scores"
             f" WHERE teacher = ?1 AND session_id {tx.db.within(2)}",
             _teacher_key(consumer.teacher),
-            tx.db.listed(ids),
+            ids,
         )
         scores = {(session_id, at): bytes(data) for session_id, at, data in rows}
     found: list[Loaded | None] = []
@@ -1162,7 +1163,7 @@ def count_attempts(
         " ON CONFLICT (consumer, unit_id) DO UPDATE SET attempts = progress.attempts + 1"
         " RETURNING unit_id, attempts",
         name,
-        tx.db.listed(found),
+        [*found],
     )
     if not rows and found:
         _known(tx, name)
@@ -1200,7 +1201,7 @@ def settle(
         f" AND attempts > 0 AND unit_id {tx.db.within(3)} RETURNING unit_id",
         name,
         now_ms,
-        tx.db.listed([one.unit_id for one in settlements if not one.reason]),
+        [one.unit_id for one in settlements if not one.reason],
     )
     done = {unit_id for (unit_id,) in rows}
     acknowledged = len(done)
@@ -1214,7 +1215,7 @@ def settle(
             name,
             now_ms,
             read,
-            tx.db.listed(filtered),
+            [*filtered],
         )
         dropped = {unit_id for (unit_id,) in rows}
         entries = [
@@ -1225,7 +1226,7 @@ def settle(
         _list_filtered(tx, own_log(name), entries)
         done |= dropped
     if done:
-        tx.db.run(_MARK.format(within=tx.db.within(2)), name, tx.db.listed(done))
+        tx.db.run(_MARK.format(within=tx.db.within(2)), name, [*done])
         tx.db.run(
             "UPDATE consumers SET settled = settled + ?1, acknowledged = acknowledged + ?2"
             " WHERE name = ?3",
@@ -1361,7 +1362,7 @@ def _annotations_size(tx: Transaction, session_ids: Sequence[str]) -> int:
     size: int = tx.db.value(
         "SELECT CAST(coalesce(sum(length(data)), 0) AS BIGINT) FROM annotations"
         f" WHERE session_id {tx.db.within(1)}",
-        tx.db.listed(session_ids),
+        [*session_ids],
     )
     return size
 
@@ -1407,7 +1408,7 @@ def remove(tx: Transaction, keys: Sequence[str], now_ms: int) -> int:
         return 0
     rows = db.rows(
         f"SELECT session_id, trajectories FROM sessions WHERE group_key {db.within(1)}",
-        db.listed(keys),
+        [*keys],
     )
     tx.store.removing(tx, keys)
     ids, groups = [(session_id,) for session_id, _ in rows], [(key,) for key in keys]
@@ -1425,12 +1426,11 @@ def remove(tx: Transaction, keys: Sequence[str], now_ms: int) -> int:
     db.run_many("DELETE FROM reward_requests WHERE session_id = ?1", ids)
     of_ids = f"FROM scores WHERE session_id {db.within(1)}"
     session_ids = [session_id for (session_id,) in ids]
-    listed_ids = db.listed(session_ids)
     size: int = db.value(
-        f"SELECT CAST(coalesce(sum(length(scores)), 0) AS BIGINT) {of_ids}", listed_ids
+        f"SELECT CAST(coalesce(sum(length(scores)), 0) AS BIGINT) {of_ids}", session_ids
     )
     tx.store.resized(tx, -size - _annotations_size(tx, session_ids))
-    db.run(f"DELETE {of_ids}", listed_ids)
+    db.run(f"DELETE {of_ids}", session_ids)
     db.run_many("DELETE FROM annotations WHERE session_id = ?1", ids)
     db.run_many("DELETE FROM changes WHERE session_id = ?1", ids)
     db.run_many("DELETE FROM filtered WHERE owner = ?1 AND unit_id = ?2", listed)

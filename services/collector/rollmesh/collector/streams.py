@@ -267,6 +267,8 @@ class Subscriptions:
         """Starts without consumers. `refresh` adds those known to the store."""
         self.store = store
         self.tasks = tasks
+        """Owns what must end even if its caller leaves: the consumers' state must reflect all that
+        the store has committed."""
         self._lessons: asyncio.Queue[tuple[Consumer, Unit]] | None = None
         """Units that consumers hold for a teacher, which are as many as they fetch. None without
         `teach`."""
@@ -311,13 +313,6 @@ class Subscriptions:
         for consumer in self._known.values():
             for stream in consumer.streams:
                 stream.end(ShuttingDownError("the collector is shutting down; subscribe again"))
-
-    def finish(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Future[_Result]:
-        """Runs work to completion even if the caller is cancelled.
-
-        The consumers' state must reflect everything the store has committed.
-        """
-        return begun(self.tasks, work)
 
     async def create(self, consumer: pb.Consumer, start: pb.Position | None) -> pb.Consumer:
         """Creates a consumer.
@@ -543,13 +538,13 @@ class Subscriptions:
                 check_count("acknowledge.delivery_ids", ids, _MAX_ACKNOWLEDGED)
                 for at in range(0, len(ids), _SETTLED):  # other streams run in between
                     part = list(ids[at : at + _SETTLED])
-                    await self.finish(self._acknowledge(stream, part))
+                    await begun(self.tasks, self._acknowledge(stream, part))
             case "version":
                 version = request.version.policy_version
                 check_version("version.policy_version", version)
                 name = stream.consumer.settings.name
                 changes = pb.Consumer(name=name, policy_version=version)
-                await self.finish(self.update(changes))
+                await begun(self.tasks, self.update(changes))
             case _:
                 raise InvalidFieldError("part", "send grants, acknowledgements and versions")
 
@@ -619,7 +614,7 @@ class Subscriptions:
                 consumer.hold(unit)
                 self._lessons.put_nowait((consumer, unit))
             else:
-                await self.finish(self._filter(consumer, unit.unit_id, loaded.verdict))
+                await begun(self.tasks, self._filter(consumer, unit.unit_id, loaded.verdict))
 
     async def _filter(self, consumer: Consumer, unit_id: str, verdict: Verdict) -> None:
         """Settles a unit that is not delivered to its consumer."""

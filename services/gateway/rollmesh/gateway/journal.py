@@ -134,7 +134,7 @@ def read_image_bytes(tx: Transaction, session_id: str, wanted: Iterable[str]) ->
     rows = tx.db.rows(
         f"SELECT sha256, data FROM images WHERE session_id = ?1 AND sha256 {tx.db.within(2)}",
         session_id,
-        tx.db.listed(wanted),
+        [*wanted],
     )
     return {sha256: bytes(data) for sha256, data in rows}
 

@@ -210,7 +210,7 @@ class PostgresJournals:
         def take(db: Statements) -> Row | None:
             sql = _TAKE.format(held=db.within(7))
             name, files = self._model
-            row = db.row(sql, self._me, self._lease_ms, name, *files, _NOBODY, db.listed(held))
+            row = db.row(sql, self._me, self._lease_ms, name, *files, _NOBODY, [*held])
             if row is None:
                 db.run(_END_STUCK, self._lease_ms, _PROGRAM)
             return row
@@ -233,7 +233,7 @@ class PostgresJournals:
                 f" AND journal {db.within(3)} RETURNING journal, epoch",
                 self._me,
                 self._lease_ms,
-                db.listed(names),
+                [*names],
             )
 
         epochs: dict[str, int] = dict(await self._writer.run(renew))

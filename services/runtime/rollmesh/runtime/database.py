@@ -382,11 +382,7 @@ class Statements(ABC):
 
     @abstractmethod
     def within(self, number: int) -> str:
-        """Returns SQL for "is one of": the parameter with this number is from `listed`."""
-
-    @abstractmethod
-    def listed(self, values: Iterable[str]) -> Any:
-        """Returns values as one parameter."""
+        """Returns SQL for "is one of": the parameter with this number is a list."""
 
     def rows(self, sql: str, *parameters: Any) -> list[Row]:
         """Runs a statement and returns its rows."""
@@ -411,6 +407,7 @@ class Statements(ABC):
 
 _NUMBERS = tuple(map(str, range(1, 100)))
 """Names of the parameters `?1` and `?2`: sqlite3 binds a sequence to `?` alone."""
+sqlite3.register_adapter(list, json.dumps)  # the list of `within`
 
 
 class SqliteStatements(Statements):
@@ -431,7 +428,3 @@ class SqliteStatements(Statements):
     def within(self, number: int) -> str:
         """Returns SQL for "is one of"."""
         return f"IN (SELECT value FROM json_each(?{number}))"
-
-    def listed(self, values: Iterable[str]) -> Any:
-        """Returns values as one parameter."""
-        return json.dumps(list(values))

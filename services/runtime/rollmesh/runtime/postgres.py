@@ -149,10 +149,6 @@ class PostgresStatements(Statements):
         """Returns SQL for "is one of"."""
         return f"= ANY(?{number})"
 
-    def listed(self, values: Iterable[str]) -> Any:
-        """Returns values as one parameter."""
-        return list(values)
-
 
 class Connection:
     """A connection that is opened when it is needed. One thread uses it, except for `abort`."""
