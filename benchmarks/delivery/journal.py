@@ -10,11 +10,11 @@ from rollmesh.gateway import (
     SessionSpec,
     Transaction,
     Tree,
+    check_close,
     close_session,
     insert_session,
     insert_turn,
     stored_close,
-    trajectory_ends,
 )
 from rollmesh.runtime.codec import unpack_tokens
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
@@ -75,4 +75,5 @@ def write_closed(tx: Transaction, record: session_pb2.SessionRecord) -> None:
     session = Session(spec, tree)
     closed_ms = record.closed_unix_ms
     stored = stored_close(session, request, closed_ms)
-    close_session(tx, session, stored, b"", closed_ms, trajectory_ends(session), [])
+    ends = check_close(session, request.rewards)
+    close_session(tx, session, stored, b"", closed_ms, ends, [])

@@ -9,13 +9,13 @@ from rollmesh.gateway import (
     Transaction,
     Tree,
     blobs_of,
+    check_close,
     close_session,
     insert_sent,
     insert_session,
     insert_turn,
     serialize,
     stored_close,
-    trajectory_ends,
     write_head,
 )
 from rollmesh.v1 import collector_pb2, gateway_pb2, session_pb2
@@ -54,7 +54,7 @@ def write_closed(
     stored = COMPLETED.SerializeToString()
     if with_head:
         stored = stored_close(session, COMPLETED, 1)
-    close_session(tx, session, stored, b"", 1, trajectory_ends(session), [])
+    close_session(tx, session, stored, b"", 1, check_close(session, COMPLETED.rewards), [])
     if size is not None:
         tx.db.run("UPDATE outbox SET bytes = ?1 WHERE session_id = ?2", size, spec.session_id)
 
@@ -67,6 +67,12 @@ def write_small(
         world = World()
         world.turn((user("x"),), said("A"))
         write_closed(tx, SessionSpec(name, 0), world.tree, size, with_head=with_head)
+
+
+def mark_delivered(tx: Transaction, names: Sequence[str]) -> None:
+    """Marks closed sessions as the outbox does once the collector has them."""
+    for name in names:
+        tx.db.run("UPDATE outbox SET state = 1 WHERE session_id = ?1", name)
 
 
 def write_record(

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from rollmesh.chat import Message
 from rollmesh.client import SessionResult, TrajectoryTree
-from rollmesh.gateway import Session, SessionSpec, exported_lineages, trajectory_ends
+from rollmesh.gateway import Session, SessionSpec, check_close, exported_lineages
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from tests.gateway.closing import write_record
@@ -101,7 +101,7 @@ def test_the_record_has_exactly_the_trajectories_that_can_be_rewarded(
     for mode in (gateway_pb2.EXPORT_MODE_LEAVES, gateway_pb2.EXPORT_MODE_TURNS):
         session = Session(SessionSpec("s", 0, export_mode=mode), world.tree)
         found = [one.leaf_node_id for one in record_of(world, mode).trajectories]
-        assert trajectory_ends(session) == found
+        assert check_close(session, session_pb2.SessionRewards()) == found
 
 
 def test_a_packed_tree_describes_its_nodes() -> None:

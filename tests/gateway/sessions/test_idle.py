@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.client import SessionResult, Subscription
-from rollmesh.gateway import Session, trajectory_ends
+from rollmesh.gateway import Node, Session
 from rollmesh.runtime.errors import SessionDamagedError
 from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import gateway_admin_pb2, gateway_pb2
@@ -49,12 +49,14 @@ async def test_a_session_that_cannot_be_closed_is_set_aside_and_the_other_idle_o
     ):
         before, wrong, after = [await answered(mesh) for _ in range(3)]
 
-        def failing(session: Session) -> list[int]:
+        mark_orphans = Session.mark_orphans
+
+        def failing(session: Session) -> list[Node]:
             if session.spec.session_id == wrong.session_id:
                 raise KeyError("a node that is not in the tree")
-            return trajectory_ends(session)
+            return mark_orphans(session)
 
-        monkeypatch.setattr("rollmesh.gateway.registry.trajectory_ends", failing)
+        monkeypatch.setattr(Session, "mark_orphans", failing)
         await mesh.start_gateway(session_idle_ms=20)
         async with Subscription(mesh.collector, consumer="t", unit="session") as deliveries:
             closed = await delivered(deliveries, (before.session_id, after.session_id))

@@ -19,7 +19,7 @@ from rollmesh.gateway import (
     read_session,
 )
 from rollmesh.runtime.codec import CheckedImage
-from tests.gateway.closing import COMPLETED, new_tree
+from tests.gateway.closing import COMPLETED, mark_delivered, new_tree
 from tests.gateway.journals import Opened
 from tests.gateway.worlds import World, said
 
@@ -84,7 +84,7 @@ async def test_images_are_read_one_by_one_and_go_with_their_session(opened: Open
         await journal_.run(lambda tx: close(tx, "s", world))
         letter = await journal_.run(lambda tx: outbox.read_letter(tx, "s"))
         assert [row[-1] is not None for row in letter.rows] == [True, False, True, False]
-        await journal_.run(lambda tx: outbox.mark_delivered(tx, ["s"]))
+        await journal_.run(lambda tx: mark_delivered(tx, ["s"]))
         while await journal_.run(outbox.sweep):
             continue
         left = await journal_.read(lambda tx: [read_images(tx, name) for name in "st"])
@@ -106,7 +106,7 @@ async def test_images_of_delivered_sessions_go_a_few_bytes_at_a_time(
     async with opened() as journal_:
         for name in names:
             await journal_.run(lambda tx: close(tx, name, write(tx, name)))  # noqa: B023
-        await journal_.run(lambda tx: outbox.mark_delivered(tx, names))
+        await journal_.run(lambda tx: mark_delivered(tx, names))
         while await journal_.run(sweep):
             continue
         sessions = await journal_.read(lambda tx: tx.db.value("SELECT count(*) FROM sessions"))

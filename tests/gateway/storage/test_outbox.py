@@ -303,16 +303,16 @@ async def test_a_session_that_hangs_in_the_collector_lets_others_pass_and_is_no_
 async def test_a_journal_that_cannot_write_for_a_while_ends_nothing(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mark, times = outbox_module.mark_delivered, 0
+    sweep, times = outbox_module.sweep, 0
 
-    def full_at_first(tx: Transaction, session_ids: list[str]) -> None:
+    def full_at_first(tx: Transaction) -> bool:
         nonlocal times
         times += 1
         if times <= 2:
             raise StoreFullError("the disk is full")
-        mark(tx, session_ids)
+        return sweep(tx)
 
-    monkeypatch.setattr(outbox_module, "mark_delivered", full_at_first)
+    monkeypatch.setattr(outbox_module, "sweep", full_at_first)
     async with delivering(opened, ["a"]) as (collector, outbox, database):
         await forgotten(database)
         await database.run(close(["b"]))

@@ -16,7 +16,6 @@ from rollmesh.gateway import (
     SessionKeys,
     SessionSpec,
     Transaction,
-    mark_delivered,
     read_closes,
     read_open,
     sweep,
@@ -29,7 +28,7 @@ from rollmesh.runtime.errors import (
     StoreInDoubtError,
 )
 from tests.collector.postgres_server import Database, postgres_database
-from tests.gateway.closing import new_tree, write_open, write_small
+from tests.gateway.closing import mark_delivered, new_tree, write_open, write_small
 from tests.gateway.journals import MODEL, postgres_journals
 from tests.gateway.worlds import World, said, user
 from tests.waiting import until

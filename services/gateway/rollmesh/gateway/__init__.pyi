@@ -9,12 +9,12 @@ from rollmesh.gateway.conversation import (
 from rollmesh.gateway.deps import FairExecutor as FairExecutor, new_tree as new_tree
 from rollmesh.gateway.export import (
     blobs_of as blobs_of,
+    check_close as check_close,
     export_tree as export_tree,
     export_turns as export_turns,
     exported_lineages as exported_lineages,
     pack_tree as pack_tree,
     serialize as serialize,
-    trajectory_ends as trajectory_ends,
     write_head as write_head,
 )
 from rollmesh.gateway.journal import (
@@ -43,7 +43,6 @@ from rollmesh.gateway.outbox import (
     close_session as close_session,
     count_undelivered as count_undelivered,
     give_up as give_up,
-    mark_delivered as mark_delivered,
     read_closes as read_closes,
     set_aside as set_aside,
     stored_close as stored_close,

@@ -477,12 +477,14 @@ def _tree_columns(
 
 def _field(number: int, parts: list[bytes]) -> list[bytes]:
     """Returns the parts of a field with a length, which its tag and its length precede."""
-    return [_varint(number << 3 | 2) + _varint(sum(map(len, parts))), *parts]
-
-
-def _varint(value: int) -> bytes:
-    low = value & 127
-    return bytes([low]) if value < 128 else bytes([low | 128]) + _varint(value >> 7)
+    head = bytearray()
+    for value in (number << 3 | 2, sum(map(len, parts))):
+        left = value
+        while left > 127:  # seven bits in each byte, the lowest first
+            head.append(left & 127 | 128)
+            left >>= 7
+        head.append(left)
+    return [bytes(head), *parts]
 
 
 class SlowRecordError(Exception):
@@ -652,25 +654,24 @@ def _openai_context(context: RenderContext) -> bytes:
     return b"{%b}" % found if found else b""
 
 
-def check_close(session: Session, rewards: session_pb2.SessionRewards) -> None:
+def check_close(session: Session, rewards: session_pb2.SessionRewards) -> list[int]:
     """Checks that a close's rewards refer to turns of the session's record.
+
+    Returns:
+        The id of the last node of each trajectory that the close exports, oldest first.
 
     Raises:
         InvalidFieldError: A reward is invalid. The error names the first one.
     """
-    turns = {node.node_id for node in session.tree.nodes.values() if node.sample is not None}
-    ids = {trajectory_id(session.spec.session_id, end) for end in trajectory_ends(session)}
-    check_rewards(rewards, ids, turns)
-
-
-def trajectory_ends(session: Session) -> list[int]:
-    """Returns the id of the last node of each trajectory that a close exports, oldest first."""
-    mode, tree, ends = session.spec.export_mode, session.tree, list[int]()
-    if mode != gateway_pb2.EXPORT_MODE_TREE:
-        by_turns = mode == gateway_pb2.EXPORT_MODE_TURNS
-        for node in tree.nodes.values() if by_turns else _exported(tree):
-            if node.sample is not None or not by_turns:
-                ends.append(node.node_id)
+    tree, ends = session.tree, list[int]()
+    turns = [node.node_id for node in tree.nodes.values() if node.sample is not None]
+    match session.spec.export_mode:
+        case gateway_pb2.EXPORT_MODE_TURNS:
+            ends = turns
+        case gateway_pb2.EXPORT_MODE_LEAVES:
+            ends = [leaf.node_id for leaf in _exported(tree)]
+    ids = {trajectory_id(session.spec.session_id, end) for end in ends}
+    check_rewards(rewards, ids, set(turns))
     return ends
 
 

@@ -258,18 +258,10 @@ def read_letter(tx: Transaction, session_id: str) -> Letter:
     return letter
 
 
-def mark_delivered(tx: Transaction, session_ids: Iterable[str]) -> None:
-    """Marks sessions as delivered, for `sweep` to remove."""
-    tx.db.run_many(
-        "UPDATE outbox SET state = ?1 WHERE session_id = ?2",
-        [(State.DELIVERED, session_id) for session_id in session_ids],
-    )
-
-
 def sweep(tx: Transaction) -> bool:
     """Removes one batch of delivered data and returns whether more may be left."""
     left, left_bytes = 2 * PIECE_NODES, PIECE_IMAGE_BYTES
-    while left > 0 and left_bytes > 0:
+    while left > 0:
         row = tx.db.row(
             "SELECT session_id, EXISTS (SELECT 1 FROM images WHERE session_id = outbox.session_id)"
             " FROM outbox WHERE journal = ?1 AND state = ?2 ORDER BY n LIMIT 1",
@@ -285,30 +277,27 @@ def sweep(tx: Transaction) -> bool:
             session_id,
             left,
         )
-        if gone < left:
-            if has_images:
-                left_bytes -= remove_images(tx, session_id, left_bytes)
-            if left_bytes > 0:
-                _forget(tx, session_id)
+        if gone == left:
+            return True
+        if has_images:
+            left_bytes -= remove_images(tx, session_id, left_bytes)
+        if left_bytes <= 0:
+            return True
+        keys = tx.db.rows(
+            "DELETE FROM session_contexts WHERE session_id = ?1 RETURNING journal, context_key",
+            session_id,
+        )
+        tx.db.run_many(
+            "DELETE FROM contexts WHERE journal = ?1 AND context_key = ?2 AND NOT EXISTS"
+            " (SELECT 1 FROM session_contexts WHERE journal = ?1 AND context_key = ?2)",
+            keys,
+        )
+        for table in ("sent", "facts", "sessions", "outbox"):
+            tx.db.run(f"DELETE FROM {table} WHERE session_id = ?1", session_id)
+        if tx.db.row("SELECT 1 FROM closes WHERE session_id = ?1", session_id) is None:
+            delete_revisions(tx, [(session_id,)])  # it was dropped while it was open
         left -= gone + 1
     return True
-
-
-def _forget(tx: Transaction, session_id: str) -> None:
-    """Removes a session without nodes and images, and its own render contexts."""
-    keys = tx.db.rows(
-        "DELETE FROM session_contexts WHERE session_id = ?1 RETURNING journal, context_key",
-        session_id,
-    )
-    tx.db.run_many(
-        "DELETE FROM contexts WHERE journal = ?1 AND context_key = ?2"
-        " AND NOT EXISTS (SELECT 1 FROM session_contexts WHERE journal = ?1 AND context_key = ?2)",
-        keys,
-    )
-    for table in ("sent", "facts", "sessions", "outbox"):
-        tx.db.run(f"DELETE FROM {table} WHERE session_id = ?1", session_id)
-    if tx.db.row("SELECT 1 FROM closes WHERE session_id = ?1", session_id) is None:
-        delete_revisions(tx, [(session_id,)])  # it was dropped while it was open
 
 
 def set_aside(tx: Transaction, letters: Iterable[gateway_admin_pb2.DeadLetter]) -> None:
@@ -617,7 +606,7 @@ class Outbox:
             passed = self._busy | self._failed.keys()
             try:
                 letters, damaged, forgotten, more = await self._journal.run(
-                    lambda tx: self._turn(tx, delivered, passed, retry)  # noqa: B023
+                    partial(self._turn, delivered=delivered, passed=passed, retry=retry)
                 )
             except RollmeshError as error:  # transient: a full disk or write backlog
                 _log.warning(
@@ -654,7 +643,10 @@ class Outbox:
             Sessions to send, sessions that cannot be read, session ids of closes that are no
             longer remembered, and whether there may be more to remove.
         """
-        mark_delivered(tx, delivered)
+        tx.db.run_many(
+            "UPDATE outbox SET state = ?1 WHERE session_id = ?2",
+            [(State.DELIVERED, session_id) for session_id in delivered],
+        )
         more = sweep(tx)
         forgotten = forget_closes(tx, self._remembered)
         letters: list[Letter] = []
@@ -732,20 +724,9 @@ class Outbox:
         for letter in letters:
             await self._read_rest(letter)
 
-        async def ingest(channel: grpc.aio.Channel) -> None:
-            method = channel.unary_unary(
-                _INGEST,
-                request_serializer=bytes,
-                response_deserializer=collector_pb2.IngestResponse.FromString,
-            )
-            request = b"".join([record.request for record in records])
-            is_fixed = self._collectors.is_fixed
-            with typed_errors():
-                await method(request, timeout=_INGEST_TIMEOUT_S, wait_for_ready=is_fixed)
-
         limit_s = _LONGEST_WRITE_S if is_retry else _WRITE_S
         records, broken, late = list[Record](), list[gateway_admin_pb2.DeadLetter](), set[str]()
-        for letter, found in await asyncio.to_thread(lambda: [*write_letters(letters, limit_s)]):
+        for letter, found in await asyncio.to_thread(list, write_letters(letters, limit_s)):
             if isinstance(found, Record):
                 records.append(found)
             elif isinstance(found, SlowRecordError) and not is_retry:
@@ -757,6 +738,18 @@ class Outbox:
             await self._bury(broken)
         if not records:
             return late
+        request = b"".join([record.request for record in records])
+
+        async def ingest(channel: grpc.aio.Channel) -> None:
+            method = channel.unary_unary(
+                _INGEST,
+                request_serializer=bytes,
+                response_deserializer=collector_pb2.IngestResponse.FromString,
+            )
+            is_fixed = self._collectors.is_fixed
+            with typed_errors():
+                await method(request, timeout=_INGEST_TIMEOUT_S, wait_for_ready=is_fixed)
+
         try:  # a repeat is harmless
             await self._collectors.call(ingest)
         except RollmeshError as error:
@@ -796,11 +789,8 @@ class Outbox:
         if not any(row[-1] for row in letter.rows):  # no node has images
             return
         at = 0
-        while (
-            found := await self._journal.run(
-                lambda tx: read_next_image(tx, letter.session_id, at)  # noqa: B023
-            )
-        ) is not None:
+        next_image = partial(read_next_image, session_id=id_)
+        while (found := await self._journal.run(partial(next_image, after=at))) is not None:
             at, image = found
             letter.images.append(image)
 

@@ -17,7 +17,7 @@ from google.protobuf import json_format
 from rollmesh.gateway import journal, metrics, outbox, traces
 from rollmesh.gateway.conversation import facts_of
 from rollmesh.gateway.deps import Deps
-from rollmesh.gateway.export import check_close, trajectory_ends, trajectory_id
+from rollmesh.gateway.export import check_close, trajectory_id
 from rollmesh.gateway.journal import (
     Journal,
     KeyRevision,
@@ -678,9 +678,9 @@ class Registry:
                 pass
             await end_turns(session, closed_error(request.session_id))
             # Check again: a turn that was being committed may have extended a leaf.
-            check_close(session, request.rewards)
+            leaves = check_close(session, request.rewards)
             session_id, closed_ms = request.session_id, clock.unix_ms()
-            orphans, leaves = session.mark_orphans(), trajectory_ends(session)
+            orphans = session.mark_orphans()
             stored = await asyncio.to_thread(outbox.stored_close, session, request, closed_ms)
             await self.journal.run(
                 lambda tx: outbox.close_session(
