@@ -5,13 +5,13 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_720, 60),
+    "services/runtime/rollmesh/runtime": (9_690, 60),
     "services/runtime/rollmesh/mesh": (4_290, 13),
     "services/gateway/rollmesh/chat": (7_569, 33),
-    "services/gateway/rollmesh/gateway": (10_457, 28),
+    "services/gateway/rollmesh/gateway": (10_448, 28),
     "services/engine/rollmesh/engine": (7_567, 26),
     "services/router/rollmesh/router": (4_528, 15),
-    "services/collector/rollmesh/collector": (5_297, 13),
+    "services/collector/rollmesh/collector": (5_285, 13),
     "services/collector/rollmesh/scorer": (356, 5),
     "clients/rollmesh/sidecar": (5_586, 14),
     "clients/rollmesh/client": (6_983, 19),
