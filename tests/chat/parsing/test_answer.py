@@ -6,9 +6,9 @@ from rollmesh.chat import Message, ParserEvent, TextEvent, Tokenizer, ToolCallEv
 from rollmesh.chat.parsing import (
     Answer,
     AnswerFormat,
-    IncrementalDecoder,
     Reading,
     ReasoningSplitter,
+    decoder_of,
 )
 from tests.chat.parsing.writers import Characters
 
@@ -19,7 +19,7 @@ CONTEXT = make_context(
 
 def new_answer(tokenizer: Tokenizer, *stops: str) -> Answer:
     return Answer(
-        IncrementalDecoder(tokenizer),
+        decoder_of(tokenizer),
         stops,
         parser=None,
         reasoning=None,
@@ -51,7 +51,7 @@ def test_a_message_has_its_reasoning_apart_from_its_text(
     parser = hermes.parser(CONTEXT)
     assert parser is not None
     answer = Answer(
-        IncrementalDecoder(tokenizer, hermes.delimiters),
+        decoder_of(tokenizer, hermes.delimiters),
         (),
         parser=parser if with_parser else None,
         reasoning=ReasoningSplitter(inside=False),
@@ -87,7 +87,7 @@ def test_an_answer_of_one_call_ends_where_a_second_begins_however_the_ids_came(
     tokenizer: Tokenizer, text: str, kept: str | None, content: str, size: int
 ) -> None:
     answer = Answer(
-        IncrementalDecoder(tokenizer, AnswerFormat("hermes", reasoning=False).delimiters),
+        decoder_of(tokenizer, AnswerFormat("hermes", reasoning=False).delimiters),
         (),
         parser=AnswerFormat("hermes", reasoning=False).parser(CONTEXT),
         reasoning=None,
@@ -164,7 +164,7 @@ def test_a_parser_of_whole_answers_cuts_no_second_call_and_says_that_it_left_it_
 
 def one_call_answer(tools: str, *stops: str) -> Answer:
     return Answer(
-        IncrementalDecoder(Characters()),  # type: ignore[arg-type]  # all of it that is used
+        decoder_of(Characters()),  # type: ignore[arg-type]  # all of it that is used
         stops,
         parser=AnswerFormat(tools, reasoning=False).parser(CONTEXT),
         reasoning=None,

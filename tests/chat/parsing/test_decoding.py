@@ -2,13 +2,13 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from rollmesh.chat import Tokenizer
-from rollmesh.chat.parsing import IncrementalDecoder, StopStrings
+from rollmesh.chat.parsing import StopStrings, decoder_of
 
 
 @given(text=st.text(max_size=60))
 def test_pieces_joined_are_the_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
-    decoder = IncrementalDecoder(tokenizer)
+    decoder = decoder_of(tokenizer)
     joined = "".join(decoder.feed(int(id_)) for id_ in ids) + decoder.finish()
     assert joined == tokenizer.rust.decode(ids.tolist())
 
@@ -21,7 +21,7 @@ def test_the_quick_way_to_tokenise_gives_the_same_ids(tokenizer: Tokenizer, text
 
 @given(ids=st.lists(st.integers(0, 350), max_size=40))
 def test_any_ids_decode_as_they_do_at_once(tokenizer: Tokenizer, ids: list[int]) -> None:
-    decoder = IncrementalDecoder(tokenizer)
+    decoder = decoder_of(tokenizer)
     pieces = [decoder.feed(id_) for id_ in ids]
     whole = tokenizer.rust.decode(ids, skip_special_tokens=True)
     joined = "".join(pieces) + decoder.finish()
@@ -34,7 +34,7 @@ def test_ids_that_come_together_give_the_text_of_single_ones(
     tokenizer: Tokenizer, text: str, cut: int, split: int
 ) -> None:
     ids = tokenizer.encode(text).tolist()[: cut or None]  # the cut may part a character
-    together, single = IncrementalDecoder(tokenizer), IncrementalDecoder(tokenizer)
+    together, single = decoder_of(tokenizer), decoder_of(tokenizer)
     head, tail = ids[: len(ids) - split], ids[len(ids) - split :]
     joined = together.feed_all(head) + together.feed_all(tail) + together.finish()
     assert joined == "".join(map(single.feed, ids)) + single.finish()
@@ -43,7 +43,7 @@ def test_ids_that_come_together_give_the_text_of_single_ones(
 def test_a_character_split_over_tokens_is_never_shown_broken(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("\U0001f600")
     assert len(ids) > 1  # else this shows nothing
-    decoder = IncrementalDecoder(tokenizer)
+    decoder = decoder_of(tokenizer)
     assert [decoder.feed(int(id_)) for id_ in ids] == [*[""] * (len(ids) - 1), "\U0001f600"]
 
 

@@ -19,9 +19,9 @@ from rollmesh.chat.parsing import (
     TAGS,
     Answer,
     AnswerFormat,
-    IncrementalDecoder,
     Reading,
     WholeCallParser,
+    decoder_of,
 )
 from tests.chat.parsing.writers import CALL, CALL_END, CALLS, CALLS_END, SEP, Characters
 
@@ -50,7 +50,7 @@ def new_answer(tools: str, *, inside: bool, one_call: bool = False) -> Answer:
     )
     parser = format_.parser(CONTEXT)
     return Answer(
-        IncrementalDecoder(Characters()),  # type: ignore[arg-type]  # all of it that is used
+        decoder_of(Characters()),  # type: ignore[arg-type]  # all of it that is used
         (),
         parser=parser,
         reasoning=format_.splitter(parser, inside=inside),
@@ -168,7 +168,7 @@ def test_a_call_that_vllm_reads_ends_reasoning_too(reading: Reading | None) -> N
 
 def test_without_tools_reasoning_holds_nothing_back(tokenizer: Tokenizer) -> None:
     answer = Answer(
-        IncrementalDecoder(tokenizer),
+        decoder_of(tokenizer),
         (),
         parser=None,
         reasoning=AnswerFormat("hermes", reasoning=True).splitter(None, inside=True),

@@ -256,7 +256,7 @@ class Characters:
     def special_id(self, _: str) -> None:
         return None
 
-    def stream(self) -> "Characters":
+    def stream(self, _: frozenset[int]) -> "Characters":
         return self
 
     def feed(self, token_id: int) -> str:

@@ -15,7 +15,7 @@ from mistral_common.protocol.instruct.validator import ValidationMode
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Reference
 
 from rollmesh.chat import Message, ReasoningEvent, TextEvent, ToolCall, group_messages, make_context
-from rollmesh.chat.parsing import Answer, IncrementalDecoder, ReasoningSplitter, detect
+from rollmesh.chat.parsing import Answer, ReasoningSplitter, decoder_of, detect
 from rollmesh.chat.templates import TemplateRenderError, load_model
 from rollmesh.chat.templates.mistral import MistralTemplate
 from tests.chat import families
@@ -136,7 +136,7 @@ def test_a_text_comes_back_from_its_ids_one_by_one(name: str, text: str) -> None
     _, tokenizer = families.load_mistral(name)
     plain = text.replace("\ufdd0", "")
     ids = tokenizer.encode(plain).tolist()
-    decoder = IncrementalDecoder(tokenizer)
+    decoder = decoder_of(tokenizer)
     parts = [decoder.feed(id_) for id_ in ids]
     shown = "".join((*parts, decoder.finish()))
     assert shown == tokenizer.reference.decode(ids)
@@ -147,7 +147,7 @@ def test_control_tokens_are_hidden_but_those_that_mark_calls() -> None:
     ids = np.concatenate(
         [tokenizer.encode(text) for text in ("so", "\ufdd0[TOOL_CALLS]\ufdd1[{}]\ufdd0</s>\ufdd1")]
     ).tolist()
-    decoder = IncrementalDecoder(tokenizer, ("[TOOL_CALLS]",))
+    decoder = decoder_of(tokenizer, ("[TOOL_CALLS]",))
     assert "".join(map(decoder.feed, ids)) == "so[TOOL_CALLS] [{}]"
 
 
@@ -175,7 +175,7 @@ def test_reasoning_between_control_tokens_is_apart_however_its_ids_are_cut(
     cuts = [[ids], [[id_] for id_ in ids], *([ids[:at], ids[at:]] for at in range(len(ids)))]
     for parts in cuts:
         answer = Answer(
-            IncrementalDecoder(tokenizer, form.delimiters),
+            decoder_of(tokenizer, form.delimiters),
             (),
             parser=form.parser(context),
             reasoning=ReasoningSplitter(inside=False, tags=form.reasoning_tags),

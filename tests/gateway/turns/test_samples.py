@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rollmesh.chat import Tokenizer
-from rollmesh.chat.parsing import Answer, IncrementalDecoder
+from rollmesh.chat.parsing import Answer, decoder_of
 from rollmesh.gateway import Draft, Sample, Turn, sample_of
 from rollmesh.mesh import Generation
 from rollmesh.runtime.codec import pack_ids, pack_logprobs
@@ -15,7 +15,7 @@ from rollmesh.v1 import engine_pb2, sampling_pb2
 def sample(tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]]) -> Sample:
     """What becomes of an answer that an engine gives in one message."""
     answer = Answer(
-        IncrementalDecoder(tokenizer, ()),
+        decoder_of(tokenizer, ()),
         (),
         parser=None,
         reasoning=None,

@@ -31,7 +31,7 @@ from rollmesh.chat.messages import (
     read_messages,
     write_message,
 )
-from rollmesh.chat.parsing.answer import Answer, IncrementalDecoder
+from rollmesh.chat.parsing.answer import Answer, decoder_of
 from rollmesh.chat.parsing.detection import check_readable, choose
 from rollmesh.chat.parsing.formats import UNKNOWN, VLLM, AnswerFormat
 from rollmesh.chat.parsing.parser import ParserEvent
@@ -207,7 +207,7 @@ class Conversation:
         held = [_HeldGroup(*one) for one in zip(fresh, added, strict=True)]
         parser = format_.parser(self._context, inside_reasoning=inside)
         answer = Answer(
-            IncrementalDecoder(self._model.tokenizer, format_.delimiters),
+            decoder_of(self._model.tokenizer, format_.delimiters),
             (),
             parser=parser,
             reasoning=format_.splitter(parser, inside=inside),

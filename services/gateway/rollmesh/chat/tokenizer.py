@@ -4,6 +4,8 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -43,7 +45,10 @@ class SpecialTextError(Exception):
 
 
 class TextStream(ABC):
-    """Decodes ids one by one. A character that spans several ids is held until complete."""
+    """Decodes ids one by one. A character that spans several ids is held until complete.
+
+    Invariant: the texts returned so far, joined, are a prefix of the text of all ids.
+    """
 
     def feed(self, token_id: int) -> str:
         """Takes one id. Returns the text that is now certain, often empty."""
@@ -105,8 +110,8 @@ class ModelTokenizer(ABC):
         """Returns the bytes that an id adds to a text. For a special token, its name."""
 
     @abstractmethod
-    def stream(self) -> TextStream:
-        """Returns an incremental decoder that includes special tokens."""
+    def stream(self, hidden: frozenset[int] = frozenset()) -> TextStream:
+        """Returns an incremental decoder. The text lacks `hidden` ids, and has special tokens."""
 
 
 class Tokenizer(ModelTokenizer):
@@ -239,9 +244,9 @@ class Tokenizer(ModelTokenizer):
         self._bytes[token_id] = found
         return found
 
-    def stream(self) -> TextStream:
-        """Returns an incremental decoder that includes special tokens."""
-        return _Stream(self.rust)
+    def stream(self, hidden: frozenset[int] = frozenset()) -> TextStream:
+        """Returns an incremental decoder. The text lacks `hidden` ids, and has special tokens."""
+        return _Stream(self.rust, hidden)
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
@@ -250,26 +255,29 @@ def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(longest_first) or "(?!)")
 
 
+@dataclass(slots=True, eq=False)
 class _Stream(TextStream):
     """The library's decoder, with the text that is left at the end."""
 
-    def __init__(self, rust: RustTokenizer) -> None:
-        self._rust = rust
-        self._stream = DecodeStream(skip_special_tokens=False)
-        self._fresh = True
-        self._pending: list[int] = []
+    _rust: RustTokenizer
+    _hidden: frozenset[int]
+    _stream: DecodeStream | None = None
+    """None before the first ids."""
+    _pending: list[int] = field(default_factory=list)
 
     def feed_all(self, token_ids: Sequence[int]) -> str:
+        ids = [*filterfalse(self._hidden.__contains__, token_ids)]
         # The first ids may be the complete answer: decoding them at once takes a tenth of the time.
-        if self._fresh and token_ids:
-            stream = DecodeStream(skip_special_tokens=False)
-            piece = stream.step(self._rust, list(token_ids))
+        if not ids:
+            return ""
+        if self._stream is None:
+            self._stream = DecodeStream(skip_special_tokens=False)
+            piece = self._stream.step(self._rust, ids)
             if piece is not None:  # it does not end within a character
-                self._stream, self._fresh = stream, False
                 return str(piece)
-            self._fresh = False
+            self._stream = DecodeStream(skip_special_tokens=False)
         text = ""
-        for token_id in token_ids:
+        for token_id in ids:
             piece = self._stream.step(self._rust, token_id)
             if piece is None:
                 self._pending.append(token_id)

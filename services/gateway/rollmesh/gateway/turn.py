@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from rollmesh.chat import Calls, InvalidInputError, Message, ParserEvent, new_call_id
-from rollmesh.chat.parsing import Answer, IncrementalDecoder, check_readable
+from rollmesh.chat.parsing import Answer, check_readable, decoder_of
 from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.conversation import facts_of
 from rollmesh.gateway.deps import Deps
@@ -297,7 +297,7 @@ def _new_answer(
         inside_reasoning=inside,
     )
     return Answer(
-        IncrementalDecoder(
+        decoder_of(
             deps.tokenizer,
             answer_format.delimiters,
             hidden=() if settings.keeps_stop else sampling.stop_token_ids,

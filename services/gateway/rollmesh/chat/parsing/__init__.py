@@ -5,8 +5,8 @@ May import `messages`, `json_values` and `tokenizer`. Never `templates`.
 
 from rollmesh.chat.parsing.answer import (
     Answer as Answer,
-    IncrementalDecoder as IncrementalDecoder,
     StopStrings as StopStrings,
+    decoder_of as decoder_of,
 )
 from rollmesh.chat.parsing.calls.json_calls import (
     HERMES as HERMES,

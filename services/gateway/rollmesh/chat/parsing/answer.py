@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import filterfalse
 
 from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.chat.parsing.parser import (
@@ -16,45 +15,25 @@ from rollmesh.chat.parsing.parser import (
     possible_start,
 )
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
-from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.chat.tokenizer import ModelTokenizer, TextStream
 
 # Incremental decoding of sampled ids, and stop strings.
 
 
-class IncrementalDecoder:
-    """Decodes ids one by one. A character that spans several ids is held until complete.
+def decoder_of(
+    tokenizer: ModelTokenizer,
+    shown: Sequence[str] = (),
+    *,
+    hidden: Iterable[int] = (),
+    special: bool = False,
+) -> TextStream:
+    """Returns what decodes the ids of one answer.
 
-    Invariant: the texts returned so far, joined, are a prefix of the text of all ids.
+    Of the special tokens, only `shown` are part of its text, or all with `special`. `hidden` ids
+    are not.
     """
-
-    def __init__(
-        self,
-        tokenizer: ModelTokenizer,
-        shown: Sequence[str] = (),
-        *,
-        hidden: Iterable[int] = (),
-        special: bool = False,
-    ) -> None:
-        """Begins an empty text.
-
-        Of the special tokens, only `shown` are part of it, or all with `special`. `hidden` ids are
-        not.
-        """
-        left_out = frozenset(hidden) | (frozenset() if special else tokenizer.special_ids)
-        self._hidden = left_out.difference(map(tokenizer.special_id, shown))
-        self._stream = tokenizer.stream()
-
-    def feed(self, token_id: int) -> str:
-        """Takes one id. Returns the text that is now certain, often empty."""
-        return "" if token_id in self._hidden else self._stream.feed(token_id)
-
-    def feed_all(self, token_ids: Sequence[int]) -> str:
-        """Takes ids. Returns the text that is now certain."""
-        return self._stream.feed_all(list(filterfalse(self._hidden.__contains__, token_ids)))
-
-    def finish(self) -> str:
-        """Returns the rest: bytes that never became a character, as U+FFFD."""
-        return self._stream.finish()
+    left_out = frozenset(hidden) | (frozenset() if special else tokenizer.special_ids)
+    return tokenizer.stream(left_out.difference(map(tokenizer.special_id, shown)))
 
 
 class StopStrings:
@@ -95,7 +74,7 @@ class Answer:
 
     def __init__(
         self,
-        decoder: IncrementalDecoder,
+        decoder: TextStream,
         stops: Sequence[str],
         *,
         parser: ToolParser | None,

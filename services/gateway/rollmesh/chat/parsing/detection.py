@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import InvalidInputError, Message, RenderContext, ToolCall
-from rollmesh.chat.parsing.answer import IncrementalDecoder
+from rollmesh.chat.parsing.answer import decoder_of
 from rollmesh.chat.parsing.formats import (
     CHANNELS,
     FORMATS,
@@ -88,7 +88,7 @@ class Printed:
 
     def _decoded(self, text: str, format_: AnswerFormat) -> str:
         """Returns a text as an answer of the same tokens is decoded."""
-        decoder = IncrementalDecoder(self._tokenizer, format_.delimiters)
+        decoder = decoder_of(self._tokenizer, format_.delimiters)
         ids = self._tokenizer.encode(text).tolist()
         return decoder.feed_all(ids) + decoder.finish()
 

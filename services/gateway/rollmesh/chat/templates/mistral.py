@@ -15,6 +15,7 @@ import copy
 import json
 import re
 from collections.abc import Sequence
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,9 @@ class MistralTokenizer(ModelTokenizer):
         """Returns the bytes that an id adds to a text. A control token's are its name's."""
         return self.stream().bytes_of(token_id)
 
-    def stream(self) -> "_Stream":
-        """Returns what turns ids into text one by one."""
-        return _Stream(self._text, self._names, is_tekken=self._is_tekken)
+    def stream(self, hidden: frozenset[int] = frozenset()) -> "_Stream":
+        """Returns what turns ids into text one by one, without `hidden` ids."""
+        return _Stream(self._text, self._names, hidden, is_tekken=self._is_tekken)
 
     def _encode_plain(self, text: str) -> list[int]:
         plain = text.replace(_OPEN + _LITERAL, _OPEN)
@@ -182,15 +183,19 @@ class _Recorder:
 
 
 class _Stream(TextStream):
-    def __init__(self, tokenizer: Any, names: dict[int, str], *, is_tekken: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, names: dict[int, str], hidden: frozenset[int], *, is_tekken: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._names = names
+        self._hidden = hidden
         self._is_tekken = is_tekken
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._begun = is_tekken
 
     def feed_all(self, token_ids: Sequence[int]) -> str:
-        return self._utf8.decode(b"".join(map(self._bytes, token_ids)))
+        ids = filterfalse(self._hidden.__contains__, token_ids)
+        return self._utf8.decode(b"".join(map(self._bytes, ids)))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
