@@ -5,9 +5,9 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_690, 60),
+    "services/runtime/rollmesh/runtime": (9_685, 60),
     "services/runtime/rollmesh/mesh": (4_290, 13),
-    "services/gateway/rollmesh/chat": (7_569, 33),
+    "services/gateway/rollmesh/chat": (7_561, 33),
     "services/gateway/rollmesh/gateway": (10_448, 28),
     "services/engine/rollmesh/engine": (7_567, 26),
     "services/router/rollmesh/router": (4_528, 15),

@@ -181,8 +181,7 @@ class AnswerCheck:
                 raise EngineFaultError(
                     f"the engine stopped at id {finish.stop_token_id}, and its last is {last_id}"
                 )
-            said, versions = versions, []
-            at = last = 0
+            said, versions, at, last = versions, [], 0, 0
             for span in finish.version_spans:
                 if span.start != at or span.end < span.start or span.policy_version < 0:
                     raise EngineFaultError(

@@ -586,7 +586,8 @@ class LeaseClient(Background):
                 await asyncio.sleep(TICK_S)
                 for link in self._links:
                     link.tick(is_waiting=link is self._active and bool(self._asked))
-                self._choose()
+                if len(self._links) > 1:  # one may have been up for long enough to return to it
+                    self._choose()
 
     def next_hello(self) -> leases_pb2.DispatchHello:
         """Returns the first message of another stream."""
