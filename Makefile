@@ -154,14 +154,13 @@ demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
 harbor-demo: .venv/.ready .venv-harbor/.ready  # The demo with its agents on a Harbor server, whose connections are cut ten times
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo --harbor --folder var/harbor-demo
 
-TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-sglang/.ready .venv-harbor/.ready .venv-readers/.ready \
-  .venv-check/.ready
+TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-harbor/.ready .venv-readers/.ready .venv-check/.ready
 PYTEST = .venv/bin/python -m pytest -n $(TEST_WORKERS) --durations=20
 
 test: $(TESTED) ## Runs the tests, in minutes; build/test.txt shows which one is running
 	$(PYTEST) -q -m "not long" --progress=build/test.txt
 
-test-long: $(TESTED) .venv-fast/.ready .venv-templates/.ready ## Runs the tests that take long, and further cases of slow kinds: learning, soak, kills, more models and trainers
+test-long: $(TESTED) .venv-sglang/.ready .venv-fast/.ready .venv-templates/.ready ## Runs the tests that take long, and further cases of slow kinds: learning, soak, kills, more models and trainers
 	$(PYTEST) -v -m long --progress=build/test-long.txt
 
 test-fast: $(FAST)/.ready ## Runs the tests that need no vLLM, trainer, agent, PostgreSQL or whole mesh: what to run while writing

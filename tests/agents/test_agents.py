@@ -27,7 +27,7 @@ LONG = pytest.mark.long
         pytest.param("openai_chat", ("accumulated",), (), id="openai-streamed-by-hand", marks=LONG),
         pytest.param("anthropic_messages", ("message",), (), id="anthropic-whole", marks=LONG),
         pytest.param("anthropic_messages", ("helper",), (), id="anthropic-streamed"),
-        pytest.param("anthropic_messages", ("runner",), (), id="anthropic-tool-runner"),
+        pytest.param("anthropic_messages", ("runner",), (), id="anthropic-tool-runner", marks=LONG),
         pytest.param(
             "anthropic_messages",
             ("streaming-runner",),
@@ -36,7 +36,9 @@ LONG = pytest.mark.long
             marks=LONG,
         ),
         pytest.param("openai_agents", ("whole", "chat"), (), id="openai-agents-whole", marks=LONG),
-        pytest.param("openai_agents", ("streamed", "chat"), (), id="openai-agents-streamed"),
+        pytest.param(
+            "openai_agents", ("streamed", "chat"), (), id="openai-agents-streamed", marks=LONG
+        ),
         pytest.param(
             "openai_agents", ("whole", "responses"), (), id="openai-agents-responses", marks=LONG
         ),
@@ -44,7 +46,7 @@ LONG = pytest.mark.long
             "openai_agents", ("streamed", "responses"), (), id="openai-agents-responses-streamed"
         ),
         pytest.param("langgraph_react", ("whole", ""), (), id="langgraph-whole", marks=LONG),
-        pytest.param("langgraph_react", ("streamed", ""), (), id="langgraph-streamed"),
+        pytest.param("langgraph_react", ("streamed", ""), (), id="langgraph-streamed", marks=LONG),
         pytest.param(
             "langgraph_react", ("whole", "worker"), ("LENIENT_ECHO",), id="langgraph-named"
         ),
@@ -117,6 +119,7 @@ async def test_mini_swe_agent_knows_a_conversation_that_grew_too_long(
             await run_agent("mini_swe", session, outside, tmp_path, *arguments)
 
 
+@LONG
 async def test_a_turn_that_mini_swe_agent_drops_stays_a_leaf_of_its_own(
     agents_mesh: Mesh, outside: Outside, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ async def test_a_conversation_with_a_tool_and_a_hook_is_one_exact_trajectory(
     check_main(agents_mesh, result, [first[1], second[1], answer[1], last])
 
 
+@pytest.mark.long
 async def test_a_query_and_its_sub_agent_are_told_apart_and_nothing_drifts(
     agents_mesh: Mesh, outside: Outside, tmp_path: Path
 ) -> None:

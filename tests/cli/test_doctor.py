@@ -127,6 +127,7 @@ async def test_an_engine_that_refuses_the_weights_is_behind(mesh: Mesh) -> None:
         assert (await named(mesh, "engine_behind")).where == "late"
 
 
+@pytest.mark.long
 async def test_an_engine_slower_than_its_peer_by_half_is_named(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -138,6 +139,7 @@ async def test_an_engine_slower_than_its_peer_by_half_is_named(
     assert alarm.where == "slow"
 
 
+@pytest.mark.long
 async def test_log_probs_that_are_no_numbers_and_a_cache_that_collapses_are_named(
     mesh: Mesh,
 ) -> None:
@@ -165,6 +167,7 @@ async def test_log_probs_that_are_no_numbers_and_a_cache_that_collapses_are_name
     assert "0% of prompt tokens" in alarm.message
 
 
+@pytest.mark.long
 async def test_a_queue_and_an_outbox_that_only_grow_are_named(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -218,6 +221,7 @@ async def test_a_disk_that_is_full_is_named(tmp_path: Path, tokenizer_dir: Path)
     assert "has 0 MiB free" in alarm.message
 
 
+@pytest.mark.long
 async def test_a_clock_that_is_ahead_is_named(mesh: Mesh) -> None:
     flags = {**mesh.flags("gateway"), "port": 0, "gateway_id": "ahead"}
     flags["data_dir"] = mesh.folder / "ahead"
@@ -238,6 +242,7 @@ async def test_a_clock_that_is_ahead_is_named(mesh: Mesh) -> None:
     assert float(told[1]) == pytest.approx(AHEAD_S, rel=0.5)
 
 
+@pytest.mark.long
 async def test_a_session_without_progress_and_a_consumer_that_nobody_reads_are_named(
     mesh: Mesh,
 ) -> None:
@@ -251,6 +256,7 @@ async def test_a_session_without_progress_and_a_consumer_that_nobody_reads_are_n
         assert (await named(mesh, "consumer_unread")).where == "gone"
 
 
+@pytest.mark.long
 async def test_answers_that_always_end_by_length_and_echoes_that_differ_are_named(
     mesh: Mesh,
 ) -> None:
@@ -267,6 +273,7 @@ async def test_answers_that_always_end_by_length_and_echoes_that_differ_are_name
     assert "LENIENT_ECHO" in alarm.message
 
 
+@pytest.mark.long
 async def test_a_template_that_rewrites_earlier_turns_is_named(tmp_path: Path) -> None:
     rules = [
         ("Think.", "<think>\nHard.\n</think>\n\nDone."),
@@ -296,6 +303,7 @@ STEPS: dict[str, list[dict[str, float]]] = {
 """What trainers report, by the alarm that it raises."""
 
 
+@pytest.mark.long
 async def test_every_alarm_of_a_trainer_is_named_by_the_doctor_the_metrics_and_the_viewer(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

@@ -287,7 +287,10 @@ async def test_it_sorts_and_opens_a_session_whose_agent_is_hostile(mesh: Mesh) -
         assert sequence not in terminal.written
 
 
-@pytest.mark.parametrize("term", ["xterm", "vt100", "screen", "linux"])
+@pytest.mark.parametrize(
+    "term",
+    ["xterm", *(pytest.param(one, marks=pytest.mark.long) for one in ("vt100", "screen", "linux"))],
+)
 async def test_terminals_of_any_kind_show_the_mesh_at_80_columns(mesh: Mesh, term: str) -> None:
     async with top("--router", mesh.address("router"), term=term) as terminal:
         await terminal.shows("no alarms", "MEMBER by id", "SESSION by idle", "q quit")
@@ -301,6 +304,7 @@ async def test_a_terminal_whose_cursor_does_not_move_is_told_of_another_command(
         assert "`rollmesh status` prints the mesh once" in terminal.read()
 
 
+@pytest.mark.long
 async def test_a_frozen_gateway_delays_no_key(mesh: Mesh) -> None:
     async with top("--router", mesh.address("router")) as terminal:
         await terminal.shows("MEMBER")

@@ -240,6 +240,7 @@ async def test_a_killed_process_restarts_at_its_address(mesh: Up) -> None:
         assert session.session_id
 
 
+@pytest.mark.long
 async def test_gateways_that_serve_agents_answer_them_again_after_a_kill(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -291,7 +292,9 @@ async def test_an_engine_of_vllm_that_is_killed_takes_its_model_along_and_comes_
         await until(is_back, 300)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM]
+)
 async def test_a_signal_stops_everything(mesh: Up, number: signal.Signals) -> None:
     family = psutil.Process(mesh.process.pid).children(recursive=True)
     assert len(family) == len(mesh.line["pids"]) == 7
@@ -305,6 +308,7 @@ async def test_a_signal_stops_everything(mesh: Up, number: signal.Signals) -> No
     assert [line for line in said if "asyncio" in line] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 4])
 async def test_a_signal_while_processes_start_stops_everything(
     tmp_path: Path, tokenizer_dir: Path, count: int
@@ -356,6 +360,7 @@ async def test_nothing_outlives_a_supervisor_that_was_killed_while_vllm_loads(
         assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
 
 
+@pytest.mark.long
 async def test_a_full_disk_under_the_logs_is_said_once_and_ends_nothing(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

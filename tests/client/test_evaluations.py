@@ -125,6 +125,7 @@ async def test_weights_that_arrive_meanwhile_end_the_evaluation_with_numbers(
         await evaluate(client, tasks, runner=agent, policy_version=0)
 
 
+@pytest.mark.long
 async def test_the_same_version_of_another_run_is_another_version(
     mesh: Mesh, client: Client
 ) -> None:
@@ -143,6 +144,7 @@ async def test_the_same_version_of_another_run_is_another_version(
         await evaluate(client, ["a", "b"], runner=run, concurrency=1)
 
 
+@pytest.mark.long
 async def test_an_attempt_out_of_time_has_the_reward_0(
     mesh: Mesh, client: Client, tmp_path: Path
 ) -> None:
@@ -163,6 +165,7 @@ async def test_an_attempt_out_of_time_has_the_reward_0(
         await evaluate(client, ["a"], runner=run, timeout_s=2, path=path)
 
 
+@pytest.mark.long
 async def test_figures_are_of_the_tasks_and_attempts_that_were_asked_for(
     mesh: Mesh, client: Client, tmp_path: Path
 ) -> None:
@@ -173,6 +176,7 @@ async def test_figures_are_of_the_tasks_and_attempts_that_were_asked_for(
     assert found.pass_at().value == 1
 
 
+@pytest.mark.long
 async def test_an_attempt_out_of_time_beside_new_weights_is_no_result(
     mesh: Mesh, client: Client
 ) -> None:
@@ -221,7 +225,10 @@ async def until_a_push_waits(mesh: Mesh) -> None:
     await until(lambda: "push waits for pinned weights" in log.read_text())
 
 
-@pytest.mark.parametrize("killed", [None, "engine", "router", "gateway"])
+@pytest.mark.parametrize(
+    "killed",
+    ["gateway", *(pytest.param(one, marks=pytest.mark.long) for one in (None, "engine", "router"))],
+)
 async def test_a_push_waits_for_an_evaluation_that_pins_its_version(
     mesh: Mesh, client: Client, killed: str | None
 ) -> None:
@@ -251,6 +258,7 @@ async def test_a_push_waits_for_an_evaluation_that_pins_its_version(
         await evaluate(client, tasks, runner=agent, pin="drain", policy_version=1)
 
 
+@pytest.mark.long
 async def test_an_evaluation_that_exceeds_its_pin_ends_with_numbers(
     mesh: Mesh, client: Client
 ) -> None:
@@ -282,6 +290,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 async def test_a_push_does_not_wait_for_an_evaluation_that_was_killed(
     mesh: Mesh, client: Client
 ) -> None:

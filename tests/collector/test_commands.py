@@ -56,6 +56,7 @@ def lines(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.long
 async def test_a_read_continues_at_another_collector_when_its_own_dies(tmp_path: Path) -> None:
     """The list does not fit the buffers between them: it is read while the collector dies."""
     sessions = [record(f"{at:04}") for at in range(1500)]
@@ -112,6 +113,7 @@ async def test_a_tool_whose_reader_leaves_ends_without_a_traceback(
     assert (ended.returncode, stdout, stderr) == (1, b"", b"")
 
 
+@pytest.mark.long
 async def test_inspect_tells_sessions_in_the_words_of_all_windows(
     collector: ServiceProcess,
 ) -> None:
@@ -171,6 +173,7 @@ async def test_a_router_knows_the_collectors(tmp_path: Path) -> None:
             assert stats["sessions"] == 1
 
 
+@pytest.mark.long
 async def test_another_collector_is_asked_if_one_is_away(collector: ServiceProcess) -> None:
     for addresses in (f"127.0.0.1:9,{collector.address}", f"{collector.address},127.0.0.1:9"):
         (stats,) = lines(inspect("--collector", addresses))

@@ -81,7 +81,7 @@ async def leave_sessions(
         return sessions, answers[2]
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgres", marks=pytest.mark.long)])
 async def test_sessions_of_the_last_release_continue_and_are_delivered(
     mesh: Mesh, former: FormerCode, kind: str, database: Database
 ) -> None:

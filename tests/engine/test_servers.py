@@ -285,6 +285,7 @@ async def test_a_server_that_is_killed_ends_the_engine_and_the_next_one_waits_fo
     assert result.finish.reason == sampling_pb2.FINISH_REASON_LENGTH
 
 
+@pytest.mark.long
 async def test_a_mesh_brings_its_weights_to_a_server_that_was_restarted(
     server: VllmServer, exact_model: Path, other_model_dir: Path, tmp_path: Path
 ) -> None:

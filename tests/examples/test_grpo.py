@@ -106,6 +106,7 @@ def test_to_stray_from_the_policy_that_training_began_with_is_counted_in_the_los
     assert report.loss == pytest.approx(_KL_COEFFICIENT * divergence - gain, abs=1e-5)
 
 
+@pytest.mark.long
 def test_a_policy_that_has_strayed_is_drawn_back_where_the_rewards_say_nothing(
     model_dir: Path, policy: Any
 ) -> None:

@@ -65,7 +65,13 @@ async def test_the_loop_trains_beside_a_lost_seat_and_an_old_failed_group(
         assert (await client.stats()).open_groups == 0
 
 
-@pytest.mark.parametrize("steps", [0, 1], ids=["in the first step", "after a step"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(0, id="in the first step", marks=pytest.mark.long),
+        pytest.param(1, id="after a step"),
+    ],
+)
 async def test_a_killed_loop_continues_from_its_checkpoint(
     steps: int, small: Mesh, model_dir: Path, tmp_path: Path
 ) -> None:

@@ -26,7 +26,14 @@ from tests.waiting import until
 LIMIT_S = 240
 
 
-@pytest.mark.parametrize("victim", ["engine", "gateway", "router", "sidecar", "collector"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "gateway",
+        "collector",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("engine", "router", "sidecar")),
+    ],
+)
 async def test_a_loop_over_groups_ends_after_a_service_was_killed_for_good(
     victim: str, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import pytest
 
 from rollmesh.chat import Tokenizer
 from rollmesh.runtime.codec import pack_ids, pack_logprobs
@@ -128,6 +129,7 @@ async def test_a_wrong_answer_reaches_nobody_and_its_engine_is_out_of_service(
             assert why in excluded
 
 
+@pytest.mark.long
 async def test_an_engine_that_is_slow_and_says_so_is_waited_for(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

@@ -130,7 +130,9 @@ async def test_agents_of_each_protocol_are_answered_whole_and_streamed(
         assert [set(one.reasons) for one in found.trajectories] == [{"EXACT"}] * 4
 
 
-@pytest.mark.parametrize("fails", [half_open, cut_beside_a_push])
+@pytest.mark.parametrize(
+    "fails", [pytest.param(half_open, marks=pytest.mark.long), cut_beside_a_push]
+)
 async def test_a_stream_goes_on_after_its_link_has_failed(
     tmp_path: Path, tokenizer_dir: Path, fails: Callable[[Proxy, Client, int], Awaitable[None]]
 ) -> None:
@@ -153,6 +155,7 @@ async def test_a_stream_goes_on_after_its_link_has_failed(
         assert trajectory.token_ids[trajectory.prompt_tokens :].tolist() == sampled
 
 
+@pytest.mark.long
 async def test_tokens_are_joined_after_the_first_and_a_cut_meanwhile_loses_none(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -205,6 +208,7 @@ async def test_each_answer_is_delivered_once_when_sidecars_and_the_relay_are_kil
                 )
 
 
+@pytest.mark.long
 async def test_a_wrong_key_with_a_large_body_is_refused_as_by_a_sidecar(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -218,6 +222,7 @@ async def test_a_wrong_key_with_a_large_body_is_refused_as_by_a_sidecar(
                     assert (await answer.json())["error"]["code"] != "no_sidecar"
 
 
+@pytest.mark.long
 async def test_a_relay_that_stops_completes_its_answers_and_its_successor_gets_the_tunnels(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -260,6 +265,7 @@ async def test_a_relay_that_stops_completes_its_answers_and_its_successor_gets_t
         assert (await delivered(client, session)).turns == 3
 
 
+@pytest.mark.long
 async def test_a_sidecar_serves_the_agents_of_two_relays_of_which_one_is_killed(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -295,6 +301,7 @@ async def test_a_sidecar_serves_the_agents_of_two_relays_of_which_one_is_killed(
                 assert trajectory.token_ids[trajectory.prompt_tokens :].tolist() == sampled
 
 
+@pytest.mark.long
 async def test_an_answer_is_given_once_though_its_gateway_is_killed_while_its_link_is_cut(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -318,6 +325,7 @@ async def test_an_answer_is_given_once_though_its_gateway_is_killed_while_its_li
         assert (result.turns, len(result.trajectories)) == (1, 1)
 
 
+@pytest.mark.long
 async def test_of_two_agents_with_one_key_one_leaves_while_the_link_is_cut_and_the_other_goes_on(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -350,6 +358,7 @@ async def test_of_two_agents_with_one_key_one_leaves_while_the_link_is_cut_and_t
         assert trajectory.token_ids[trajectory.prompt_tokens :].tolist() == sampled
 
 
+@pytest.mark.long
 async def test_a_relay_is_killed_while_its_sidecar_drains_and_the_answer_is_given_once(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

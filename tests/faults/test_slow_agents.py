@@ -139,6 +139,7 @@ async def delivered(client: Client, session: Session) -> SessionResult:
     raise AssertionError("unreachable")
 
 
+@pytest.mark.long
 async def test_an_agent_that_reads_late_gets_the_whole_answer_and_the_trainer_every_token(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

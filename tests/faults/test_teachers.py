@@ -94,6 +94,7 @@ async def test_the_scores_of_a_teacher_that_is_killed_are_whole_and_stored_once(
         assert len(scores.top_logprobs_f32le) == 4 * TOP_K * len(ids)
 
 
+@pytest.mark.long
 async def test_of_two_teachers_one_is_drained_and_one_gets_weights_while_they_score(
     tmp_path: Path,
 ) -> None:

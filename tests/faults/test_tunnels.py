@@ -83,7 +83,7 @@ def half_open(links: list[Proxy]) -> None:
         link.silence()
 
 
-@pytest.mark.parametrize("fails", [cut, half_open])
+@pytest.mark.parametrize("fails", [cut, pytest.param(half_open, marks=pytest.mark.long)])
 @pytest.mark.parametrize("near", [False, True])
 async def test_an_answer_outlives_its_connection(
     tmp_path: Path, tokenizer_dir: Path, fails: Callable[[list[Proxy]], None], near: bool
@@ -188,6 +188,7 @@ async def test_pushes_and_scores_go_through_tunnels_with_tokens_and_tls(
 LONG = " ".join(f"Word {at}." for at in range(200))
 
 
+@pytest.mark.long
 async def test_an_engine_whose_token_is_removed_loses_its_tunnels_and_another_goes_on(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -245,6 +246,7 @@ async def gateway_here(router: str) -> AsyncIterator[Proxy]:
         await server.stop(0)
 
 
+@pytest.mark.long
 async def test_a_slow_link_carries_256_generations_and_a_cut_loses_none(tmp_path: Path) -> None:
     tokens, count = 48, 256
 

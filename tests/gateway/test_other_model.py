@@ -61,6 +61,7 @@ def copy_of(model: Path, folder: Path, change: Callable[[Path], None]) -> Path:
     return copy
 
 
+@pytest.mark.long
 async def test_open_sessions_stay_with_the_name_of_their_model(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -86,7 +87,7 @@ async def say(mesh: Mesh, session: Session, messages: list[Any]) -> Any:
     ("change", "part"),
     [
         pytest.param(other_tokenizer, "tokenizer", id="tokenizer"),
-        pytest.param(other_template, "chat template", id="template"),
+        pytest.param(other_template, "chat template", id="template", marks=pytest.mark.long),
     ],
 )
 async def test_open_sessions_are_refused_to_another_model_and_go_on_with_their_own(

@@ -56,6 +56,7 @@ async def test_each_task_is_a_group_of_sessions_with_the_verifiers_rewards(
             assert trajectory.reasons == ("EXACT",)
 
 
+@pytest.mark.long
 async def test_a_connector_that_is_killed_in_mid_answer_and_started_again_doubles_no_turn(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

@@ -132,6 +132,7 @@ async def test_a_slow_and_halting_network_interrupts_no_answer(
     assert interrupted(harbor) == [0] * 2 * AGENTS
 
 
+@pytest.mark.long
 async def test_a_sidecar_that_is_killed_under_running_answers_and_returns_doubles_no_turn(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

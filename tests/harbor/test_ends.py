@@ -51,6 +51,7 @@ async def test_a_server_that_is_killed_ends_its_rollouts_and_serves_again(
     assert [(one.outcome, one.reward) for one in sessions] == [("COMPLETED", 0.75)] * 2
 
 
+@pytest.mark.long
 async def test_sessions_of_rollouts_that_the_server_lost_end_and_say_so(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -172,6 +173,7 @@ async def test_a_connector_that_starts_ends_what_ended_while_none_ran(
     assert found[3:] == [(last, "COMPLETED", 3)]
 
 
+@pytest.mark.long
 async def test_a_connector_that_is_killed_while_it_ends_rollouts_leaves_the_rest_to_the_next(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

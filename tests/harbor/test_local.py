@@ -67,6 +67,7 @@ async def test_trials_without_a_server_are_a_group_with_the_verifiers_rewards(
     assert not list(sandboxes.glob("harbor-*"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_written_by_agent", [True, LONG(False)])
 async def test_harbor_and_its_viewer_read_back_the_sampled_tokens(
     tmp_path: Path, tokenizer_dir: Path, sandboxes: Path, *, is_written_by_agent: bool
@@ -92,6 +93,7 @@ async def test_harbor_and_its_viewer_read_back_the_sampled_tokens(
     assert {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()} == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("details", "record_messages"), [(True, True), LONG(True, False), LONG(False, True)]
 )
@@ -149,6 +151,7 @@ asyncio.run(main(*json.load(sys.stdin)))
 """
 
 
+@pytest.mark.long
 async def test_a_trial_whose_trainer_dies_ends_its_sandbox(
     tmp_path: Path, tokenizer_dir: Path, sandboxes: Path
 ) -> None:

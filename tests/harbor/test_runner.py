@@ -193,6 +193,7 @@ async def test_an_agent_that_exceeds_harbors_limit_has_the_verifiers_reward(
     assert session.metadata["harbor_error"] == "AgentTimeoutError"
 
 
+@pytest.mark.long
 async def test_attempts_outlive_cuts_of_all_connections_to_the_server(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -226,6 +227,7 @@ async def test_attempts_outlive_cuts_of_all_connections_to_the_server(
     assert min(one.get("503", 0) for one in statuses_of(harbor.folder)) >= 1
 
 
+@pytest.mark.long
 async def test_a_rollout_that_is_left_cancels_its_jobs(tmp_path: Path, tokenizer_dir: Path) -> None:
     async with (
         both(tmp_path, tokenizer_dir, tokens_per_second=5) as (mesh, harbor),
@@ -278,6 +280,7 @@ async def test_a_trainer_that_is_killed_leaves_no_sandbox(
         await until(lambda: _states(harbor, ["cancelled"] * 2))
 
 
+@pytest.mark.long
 async def test_a_job_that_is_paused_in_harbor_is_waited_for(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -300,6 +303,7 @@ async def test_a_job_that_is_paused_in_harbor_is_waited_for(
     assert [one.reward for one in group.sessions] == [0.75] * 2
 
 
+@pytest.mark.long
 async def test_a_job_that_is_cancelled_in_harbor_aborts_its_session(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

@@ -95,6 +95,7 @@ MINI = [
 ]
 
 
+@pytest.mark.long
 async def test_mini_swe_agent_as_harbor_runs_it_is_one_exact_trajectory(tmp_path: Path) -> None:
     programs = str(ENVIRONMENT / "bin")
     async with thinking(tmp_path, MINI, programs=programs) as (mesh, harbor, client):

@@ -48,6 +48,7 @@ async def test_verls_agent_name_chooses_an_agent_of_harbor(
         assert extra["reward_extra_info"]["harbor_reward.speed"] == 2.0
 
 
+@pytest.mark.long
 async def test_trls_prompts_are_tasks_in_each_of_its_steps(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

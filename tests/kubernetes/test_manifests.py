@@ -34,7 +34,7 @@ CERTIFIED = {*Role, "scorer"} - {Role.AGENT}
 """Who has a certificate in a cluster."""
 PORTS = {"router": 7100, "engine": 7400, "gateway": 7200, "collector": 7300}
 SERVICE = "app.kubernetes.io/component"
-SHORT = {"gpu", "cpu-small+scorer+postgres+cert-manager", "gpu-multi-node+postgres"}
+SHORT = {"cpu-small+scorer+postgres+cert-manager", "gpu-multi-node+postgres"}
 """Variants that have every object between them. Each takes seconds to validate."""
 each_overlay = pytest.mark.parametrize("name", VARIANTS)
 

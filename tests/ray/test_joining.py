@@ -81,6 +81,7 @@ def meshes(cluster: Cluster, tables: dict[str, Any]) -> Iterator[list[Mesh]]:
         found[1].wait(30)
 
 
+@pytest.mark.long
 async def test_of_two_drivers_one_brings_the_mesh_up_and_the_other_joins(
     meshes: list[Mesh],
 ) -> None:

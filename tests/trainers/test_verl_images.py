@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.trainers.processes import run_script
 from tests.vision.environment import python_path
 from tests.vision.models import make_vision_dir
 
 
+@pytest.mark.long
 async def test_the_columns_of_images_and_positions_are_those_of_verl(tmp_path: Path) -> None:
     model = make_vision_dir("qwen2_5_vl", tmp_path / "model")
     three, one, none = await run_script(

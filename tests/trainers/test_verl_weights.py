@@ -67,6 +67,7 @@ async def test_verls_worker_pushes_the_difference_to_its_last_step(
             assert changes.metadata().keys() == {"model.a.weight", "model.b.weight"}
 
 
+@pytest.mark.long
 async def test_verls_worker_pushes_its_adapter_alone(tmp_path: Path, tokenizer_dir: Path) -> None:
     async with scripted_mesh(tmp_path, tokenizer_dir, max_adapters=6) as mesh:
         said = await run_script(

@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from rollmesh.client import (
     Client,
     Group,
@@ -119,6 +121,7 @@ async def test_only_the_attempt_that_counts_is_handed_over_and_all_are_acknowled
     assert [(one.outcome, one.attempts) for one in group.sessions] == [("COMPLETED", 2)]
 
 
+@pytest.mark.long
 async def test_a_session_that_cannot_be_kept_is_a_failed_sample_and_is_not_tried_again(
     mesh: Mesh,
 ) -> None:

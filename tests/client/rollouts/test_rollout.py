@@ -100,6 +100,7 @@ async def test_each_distinct_error_is_shown_once_with_the_agents_line(
     assert all("\n" not in text for text in repeated)
 
 
+@pytest.mark.long
 async def test_endless_kinds_of_errors_are_shown_up_to_a_limit(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -164,6 +164,7 @@ async def test_steps_of_a_deleted_consumer_are_gone(client: Client) -> None:
         assert not await client.steps("c")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 async def test_the_last_thousand_steps_survive_the_death_of_a_collector(
     kind: str, tmp_path: Path

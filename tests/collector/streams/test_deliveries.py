@@ -36,6 +36,7 @@ async def test_large_units_that_were_granted_together_all_come(stub: Any) -> Non
         assert await stream.delivered(3) == ["a", "b", "c"]
 
 
+@pytest.mark.long
 async def test_a_session_and_a_group_larger_than_other_services_take_are_delivered(
     tmp_path: Path,
 ) -> None:

@@ -17,7 +17,7 @@ BACKENDS = [
     pytest.param("scripted"),
     pytest.param("vllm", marks=pytest.mark.vllm),
     pytest.param("vllm_http", marks=pytest.mark.vllm),
-    pytest.param("sglang", marks=pytest.mark.vllm),
+    pytest.param("sglang", marks=[pytest.mark.vllm, pytest.mark.long]),
 ]
 _TOKENS_PER_SECOND = 250
 """So that a test which stands still for seconds still finds a long answer in its middle."""

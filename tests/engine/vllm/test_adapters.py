@@ -85,6 +85,7 @@ def check(engine: Engine, result: Result, version: int, tensors: Mapping[str, An
     assert spans == [(name, version)] or (not version and spans == [("", spans[0][1])])
 
 
+@pytest.mark.long
 async def test_revisions_that_are_pushed_while_others_sample_give_the_log_probs_of_torch(
     engine: Engine,
 ) -> None:

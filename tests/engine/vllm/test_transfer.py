@@ -133,6 +133,7 @@ def update_info(model: Path, **changes: Any) -> Mapping[str, Any]:
     }
 
 
+@pytest.mark.long
 async def test_a_life_of_transfers(
     meshed: tuple[Engine, Client], model_dir: Path, other_model_dir: Path
 ) -> None:

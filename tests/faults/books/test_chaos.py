@@ -56,6 +56,7 @@ async def chaos(folder: Path, seconds: int, seed: int, *flags: str) -> dict[str,
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # more than the run may take
 async def test_a_few_failures_of_every_kind_lose_and_double_nothing(tmp_path: Path) -> None:
     found = await chaos(tmp_path, 15, seed=5)

@@ -35,6 +35,7 @@ async def dead_letters(mesh: Mesh, *arguments: str) -> str:
     return output
 
 
+@pytest.mark.long
 async def test_a_damaged_row_is_set_aside_by_name_and_can_be_mended(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

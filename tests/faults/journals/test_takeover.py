@@ -112,6 +112,7 @@ async def test_agents_that_never_retry_do_not_notice_that_a_gateway_is_killed(
     assert await fleet.session_at("gateway-1")
 
 
+@pytest.mark.long
 async def test_columns_go_over_with_their_session(fleet: Fleet) -> None:
     request = fleet.client.session_request(columns=["routed_experts", "sampling_support"])
     session = await fleet.client.open_session(request)
@@ -153,6 +154,7 @@ async def test_an_answer_that_was_committed_when_its_gateway_died_is_given_by_th
     assert len((await fleet.client.transcript(session)).turns) == 1
 
 
+@pytest.mark.long
 async def test_agents_and_trainers_leave_a_gateway_that_stands_still_for_the_one_that_takes_over(
     fleet: Fleet,
 ) -> None:
@@ -208,6 +210,7 @@ async def test_a_gateway_that_stood_still_commits_nothing_once_its_journal_is_ta
     assert await fleet.session_at("gateway-1")  # which has a journal again
 
 
+@pytest.mark.long
 async def test_a_session_whose_gateway_dies_before_it_answers_is_opened_once(fleet: Fleet) -> None:
     """The gateway that takes over knows the request id, and so which session it opened."""
     dying = await fleet.start_gateway("gateway-2", fault="gateway-after-open")
@@ -237,6 +240,7 @@ async def test_a_session_whose_gateway_dies_before_it_answers_is_opened_once(fle
     assert await fleet.live_sessions() == 6
 
 
+@pytest.mark.long
 async def test_edges_are_declared_once_though_the_gateway_dies_before_it_answers(
     fleet: Fleet,
 ) -> None:
@@ -261,6 +265,7 @@ async def test_edges_are_declared_once_though_the_gateway_dies_before_it_answers
     assert (len(kept.source_node_ids), len(kept.target_node_ids)) == (1, 1)
 
 
+@pytest.mark.long
 async def test_a_budget_holds_though_gateways_die_while_agents_use_it(fleet: Fleet) -> None:
     budget = Budget(calls=9, when_spent="refuse")
     request = fleet.client.session_request(budget=budget)

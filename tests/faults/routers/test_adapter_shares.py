@@ -56,6 +56,7 @@ async def push(client: Client, version: int) -> None:
         await client.push_adapter({"w": np.zeros(4, np.float32)}, name, version, CONFIG)
 
 
+@pytest.mark.long
 async def test_shares_hold_at_the_other_router_and_sessions_keep_their_revisions(
     mesh: Mesh,
 ) -> None:

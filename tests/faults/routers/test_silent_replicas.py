@@ -6,6 +6,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.mesh import LeaseClient, Membership
 from rollmesh.v1 import router_pb2
@@ -60,6 +62,7 @@ async def test_a_generation_on_a_stopped_engine_continues_on_another(
         await until(lambda: has(mesh, "engine-0"))
 
 
+@pytest.mark.long
 async def test_a_gateway_that_was_stopped_for_a_while_leaks_no_lease(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

@@ -43,7 +43,9 @@ async def fleet(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
         yield mesh
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "ending", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
 async def test_the_mesh_continues_with_the_other_router_after(
     fleet: Mesh, ending: signal.Signals
 ) -> None:

@@ -64,6 +64,7 @@ async def test_tools_of_a_format_that_nobody_knows_are_refused_and_the_rest_is_s
 SAID = '<|channel>thought\nHm.\n<channel|>I do.<|tool_call>call:f{n:1,s:<|"|>a<b<|"|>}<tool_call|>'
 
 
+@pytest.mark.long
 async def test_the_channels_of_gemma_are_parted_while_they_are_sampled(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()

@@ -202,6 +202,7 @@ async def test_the_sdk_of_each_protocol_is_answered_and_recorded_exactly(
             assert {one.reasons for one in trajectories} == {("EXACT",)}
 
 
+@pytest.mark.long
 async def test_at_a_stop_new_sessions_go_elsewhere_while_running_answers_end(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -235,6 +236,7 @@ async def test_at_a_stop_new_sessions_go_elsewhere_while_running_answers_end(
         await until_free(client)
 
 
+@pytest.mark.long
 async def test_a_gateway_that_lost_its_sessions_passes_their_agents_on(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -305,6 +307,7 @@ async def test_after_a_kill_another_gateway_answers_the_agents_of_its_sessions(
         assert (trajectory.turns, trajectory.reasons) == (2, ("LENGTH_CUT",))
 
 
+@pytest.mark.long
 async def test_an_agent_that_does_not_read_holds_up_no_other_and_loses_no_token(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

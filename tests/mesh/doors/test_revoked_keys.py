@@ -74,6 +74,7 @@ async def test_an_ended_key_is_refused_and_the_sessions_opener_continues(mesh: M
         await mesh.openai(other).chat.completions.create(model="policy", messages=ASK)
 
 
+@pytest.mark.long
 async def test_a_session_whose_key_was_ended_is_read_and_delivered(mesh: Mesh) -> None:
     async with mesh.client() as client:
         async with client.session() as session:
@@ -94,6 +95,7 @@ async def test_a_session_whose_key_was_ended_is_read_and_delivered(mesh: Mesh) -
             await client.renew_key(session)
 
 
+@pytest.mark.long
 async def test_the_command_says_of_which_sessions_it_ended_no_key(mesh: Mesh) -> None:
     assert mesh.locks is not None
     async with mesh.client() as client, client.session() as session, client.session() as closed:

@@ -49,6 +49,7 @@ async def test_a_full_collector_stops_new_sessions_until_there_is_room(mesh: Mes
         assert sorted(await delivered(client, 2)) == sorted([first, second])
 
 
+@pytest.mark.long
 async def test_rollouts_go_on_when_postgresql_comes_back(mesh: Mesh) -> None:
     async with postgres_database() as database:
         await mesh.restart("collector", store=database.url)

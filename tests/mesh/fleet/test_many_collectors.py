@@ -127,6 +127,7 @@ async def test_addresses_may_be_given_and_one_of_them_be_dead(fleet: Fleet, tmp_
                 assert "given" in [one.name for one in await client.consumers()]
 
 
+@pytest.mark.long
 async def test_a_collector_whose_host_is_gone_is_left_for_another(
     fleet: Fleet, tmp_path: Path
 ) -> None:

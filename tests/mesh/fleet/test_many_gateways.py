@@ -92,6 +92,7 @@ async def test_sessions_are_shared_out_and_found_by_every_sidecar(
     assert all(result.trajectories[0].reasons == ("EXACT",) for result in results)
 
 
+@pytest.mark.long
 async def test_a_gateway_that_returns_elsewhere_or_as_another_is_found_under_the_same_url(
     fleet: tuple[Mesh, Client], tmp_path: Path
 ) -> None:
@@ -109,6 +110,7 @@ async def test_a_gateway_that_returns_elsewhere_or_as_another_is_found_under_the
     await client.close_session(session)
 
 
+@pytest.mark.long
 async def test_a_trainer_that_was_restarted_gets_the_session_of_its_request_id(
     fleet: tuple[Mesh, Client],
 ) -> None:
@@ -135,6 +137,7 @@ async def test_a_trainer_that_was_restarted_gets_the_session_of_its_request_id(
     assert closed.value.metadata["session_id"] == first.session_id
 
 
+@pytest.mark.long
 async def test_the_router_may_be_away_once_a_session_was_found(fleet: tuple[Mesh, Client]) -> None:
     mesh, client = fleet
     session = await client.open_session(client.session_request())
@@ -148,6 +151,7 @@ async def test_the_router_may_be_away_once_a_session_was_found(fleet: tuple[Mesh
     assert await ask(mesh, "sidecar-1", session, messages, max_retries=8)
 
 
+@pytest.mark.long
 async def test_an_id_of_no_journal_is_a_typed_error(fleet: tuple[Mesh, Client]) -> None:
     mesh, _ = fleet
     stranger = Session("f" * 32, f"rmk-{'f' * 32}-{'x' * 43}", "")

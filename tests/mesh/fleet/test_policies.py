@@ -63,6 +63,7 @@ async def held(client: Client) -> list[tuple[str, int]]:
     return [(one.adapter.name, one.adapter.version) for one in engine.load.adapters]
 
 
+@pytest.mark.long
 async def test_each_turn_has_the_newest_revision(mesh: Mesh, client: Client) -> None:
     await push(client, "math", 1)
     async with client.session(adapters=["math"]) as session:
@@ -200,6 +201,7 @@ async def test_two_policies_of_one_session_are_trained_once_each_by_their_own_tr
     assert len({node for *_, node in trained}) == 4
 
 
+@pytest.mark.long
 async def test_a_consumer_of_another_policy_gets_nothing_of_a_session(
     mesh: Mesh, client: Client
 ) -> None:
@@ -216,6 +218,7 @@ async def test_a_consumer_of_another_policy_gets_nothing_of_a_session(
     } == {"ADAPTER": (0, 1), "NOTHING_LEFT": (1, 0)}
 
 
+@pytest.mark.long
 async def test_an_agent_that_names_an_adapter_of_others_is_told_so(
     mesh: Mesh, client: Client
 ) -> None:
@@ -255,6 +258,7 @@ async def test_an_answer_moves_to_another_engine_with_its_revision(
     assert not any("MIXED_VERSIONS" in one.reasons for one in result.trajectories)
 
 
+@pytest.mark.long
 async def test_an_adapter_may_not_have_the_name_of_a_model(mesh: Mesh, client: Client) -> None:
     with pytest.raises(InvalidFieldError, match="'policy' is a model's name"):
         await push(client, "policy", 1)
@@ -285,6 +289,7 @@ async def test_every_protocol_chooses_a_policy_by_the_model(mesh: Mesh, client: 
     assert found == ["coder", "coder", "planner", "coder", "planner"]
 
 
+@pytest.mark.long
 async def test_a_sidecar_that_asks_the_router_knows_adapters_and_no_other_names(
     mesh: Mesh, client: Client
 ) -> None:
@@ -302,6 +307,7 @@ async def test_a_sidecar_that_asks_the_router_knows_adapters_and_no_other_names(
     assert policies(await delivered(client, session)) == [("coder", 8)]
 
 
+@pytest.mark.long
 async def test_a_revision_that_an_operator_unloads_ends_turns_by_name_and_loses_none(
     mesh: Mesh, client: Client
 ) -> None:

@@ -70,7 +70,7 @@ async def until_known(client: Client, **load: bool) -> None:
     await until(look)
 
 
-@pytest.mark.parametrize("pushed", [False, True])
+@pytest.mark.parametrize("pushed", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_turns_wait_for_weights_that_a_sleep_dropped(
     tmp_path: Path, tokenizer_dir: Path, *, pushed: bool
 ) -> None:
@@ -172,6 +172,7 @@ async def test_an_engine_that_leaves_finishes_its_turns_and_new_ones_go_elsewher
         assert await leaving == 0
 
 
+@pytest.mark.long
 async def test_a_client_that_leaves_ends_its_wait_for_engines_that_sleep(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -193,6 +194,7 @@ async def test_a_client_that_leaves_ends_its_wait_for_engines_that_sleep(
             await until(nobody_waits)
 
 
+@pytest.mark.long
 async def test_a_sleep_beyond_the_turns_limit_is_an_error_that_names_it(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

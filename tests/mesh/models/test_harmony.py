@@ -86,7 +86,10 @@ async def ask(mesh: Mesh, session: Any, messages: list[Any], *, stream: bool) ->
     return said
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    "stream",
+    [pytest.param(False, id="whole", marks=pytest.mark.long), pytest.param(True, id="streamed")],
+)
 async def test_a_conversation_with_a_tool_is_written_as_harmony_has_it(
     tmp_path: Path, *, stream: bool
 ) -> None:
