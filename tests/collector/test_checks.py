@@ -86,6 +86,8 @@ async def test_an_ill_formed_subscription_is_refused_by_field(
             "tree.nodes[1].scaffold_tokens", {"tree.nodes.1.scaffold_tokens": 3}, id="scaffold"
         ),
         pytest.param("tree.nodes[1].parent_index", {"tree.nodes.1.parent_index": 1}, id="parent"),
+        pytest.param("tree.nodes[1].node_id", {"tree.nodes.1.node_id": 1}, id="id-twice"),
+        pytest.param("tree.nodes[0].node_id", {"tree.nodes.0.node_id": 0}, id="no-id"),
         pytest.param("tree.nodes", {"tree.nodes.2.end": 5}, id="not-covered"),
         pytest.param("tree.nodes[0].reward", {"tree.nodes.0.reward": 1.0}, id="agent-rewarded"),
         pytest.param("tree.nodes[1].reward", {"tree.nodes.1.reward": nan}, id="reward-no-number"),

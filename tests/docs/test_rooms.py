@@ -5,7 +5,7 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_685, 60),
+    "services/runtime/rollmesh/runtime": (9_688, 60),
     "services/runtime/rollmesh/mesh": (4_290, 13),
     "services/gateway/rollmesh/chat": (7_561, 33),
     "services/gateway/rollmesh/gateway": (10_448, 28),

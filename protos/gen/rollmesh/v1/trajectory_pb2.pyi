@@ -802,7 +802,7 @@ class TrajectoryNode(_message.Message):
     ENDED_UNIX_MS_FIELD_NUMBER: _builtins.int
     LINEAGE_RULE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
-    """Id, unique within the session. Ids ascend in the order of the nodes."""
+    """Id, unique within the session. A parent is before its children, but ids need not ascend."""
     parent_index: _builtins.int
     """Index of the parent in the list of nodes, before the node itself. Not set for a root."""
     start: _builtins.int

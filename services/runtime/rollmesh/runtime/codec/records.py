@@ -68,8 +68,11 @@ def check_session(record: session_pb2.SessionRecord, path: str) -> None:
 
 def _check_tree(tree: trajectory_pb2.TrajectoryTree, field: str, images: Container[str]) -> None:
     count = _check_row(tree, field, images)
-    end = 0
+    end, seen = 0, {0}
     for at, node in enumerate(tree.nodes):
+        if node.node_id in seen:
+            raise InvalidFieldError(f"{field}.nodes[{at}].node_id", "is 0 or there twice")
+        seen.add(node.node_id)
         if node.start != end or not end <= node.end <= count:
             raise InvalidFieldError(f"{field}.nodes[{at}]", "does not begin where the last ended")
         if node.scaffold_tokens > node.end - node.start:
