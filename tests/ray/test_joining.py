@@ -117,6 +117,7 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(worker, signal.SIGCONT)
 
 
+@pytest.mark.long
 async def test_an_engine_without_room_differs_from_a_busy_one(meshes: list[Mesh]) -> None:
     mesh = meshes[0]
     found = await asyncio.to_thread(mesh.scale, engines=2)
@@ -130,6 +131,7 @@ async def test_an_engine_without_room_differs_from_a_busy_one(meshes: list[Mesh]
     assert [one.name for one in found] == SERVICES
 
 
+@pytest.mark.long
 async def test_the_page_shows_a_trainer_that_runs(
     cluster: Cluster, meshes: list[Mesh], tables: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -190,6 +192,7 @@ Mesh(json.loads(sys.argv[1]), name="half")
 """
 
 
+@pytest.mark.long
 async def test_the_next_driver_starts_the_services_that_a_dead_one_left_out(
     cluster: Cluster, tables: dict[str, Any], tmp_path: Path
 ) -> None:

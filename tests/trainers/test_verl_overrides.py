@@ -3,7 +3,6 @@
 import re
 from typing import Any
 
-import pytest
 import pytest_asyncio
 
 from tests.paths import ROOT
@@ -70,7 +69,6 @@ async def found(tmp_path_factory: Any) -> Any:
     return await run_script("verl_overrides_run", tmp_path_factory.mktemp("verl"), cases=_CASES)
 
 
-@pytest.mark.long
 async def test_verls_command_line_takes_the_command_of_the_page(found: Any) -> None:
     assert found[0]["manager"] == f"{_MANAGER}.AgentLoopManager"
     assert found[0]["router"] == "HOST:PORT"

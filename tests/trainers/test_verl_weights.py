@@ -14,6 +14,7 @@ from tests.trainers.processes import run_script
 STEP = 3
 
 
+@pytest.mark.long
 async def test_verls_worker_pushes_to_the_mesh_with_its_step_as_the_version(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

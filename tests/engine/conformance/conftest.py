@@ -16,7 +16,7 @@ from tests.processes import running
 BACKENDS = [
     pytest.param("scripted"),
     pytest.param("vllm", marks=pytest.mark.vllm),
-    pytest.param("vllm_http", marks=pytest.mark.vllm),
+    pytest.param("vllm_http", marks=[pytest.mark.vllm, pytest.mark.long]),
     pytest.param("sglang", marks=[pytest.mark.vllm, pytest.mark.long]),
 ]
 _TOKENS_PER_SECOND = 250

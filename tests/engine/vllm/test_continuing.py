@@ -87,6 +87,7 @@ async def test_a_collected_answer_is_sent_before_it_ends(vllm_engine: Engine) ->
     assert (await vllm_engine.generate(asked)).messages > 3
 
 
+@pytest.mark.long
 async def test_a_slow_model_sends_each_token_of_a_collected_answer(vllm_engine: Engine) -> None:
     asked = vllm_engine.request(LONG, 2_048, sampling={"temperature": 0.0})
     asked.collect_ms = 1

@@ -51,6 +51,7 @@ async def test_a_gateway_killed_after_the_commit_answers_the_retry_once(
     assert (trajectory.turns, trajectory.reasons) == (2, ("RETRY_REPLAY",))
 
 
+@pytest.mark.long
 async def test_after_a_kill_an_unmarked_request_gets_the_answer_that_was_not_sent_and_no_other(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
