@@ -1,6 +1,7 @@
 """What the collector refuses, each time with the name of the field."""
 
 import asyncio
+import hashlib
 from math import inf, nan
 from typing import Any
 
@@ -18,12 +19,16 @@ from tests.collector.collectors import (
     ingest,
     subscribing,
 )
-from tests.collector.records import record, trajectory, tree_record, with_messages
+from tests.collector.records import record, trajectory, tree_record, with_images, with_messages
 
 
 def logprobs(last: float) -> bytes:
     """Six, the last of which is given."""
     return pack_logprobs(np.array([0, 0, -0.5, -0.5, -0.5, last], np.float32))
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 async def test_an_ingest_of_nothing_is_refused(stub: Any) -> None:
@@ -108,6 +113,33 @@ async def test_a_tree_that_contradicts_itself_is_refused(
     stub: Any, field: str, change: dict[str, Any]
 ) -> None:
     await refused_by_field(stub, tree_record("s"), field, change)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        pytest.param("images[1].sha256", {"images.1.sha256": sha256(b"cat")}, id="twice"),
+        pytest.param("images[0].data_bytes", {"images.0.data_bytes": 4}, id="size"),
+        pytest.param("images[0].sha256", {"images.0.data": b"cow"}, id="other-bytes"),
+        pytest.param("trajectories[0].images[1]", {"trajectories.0.images.1.start": 0}, id="same"),
+        pytest.param(
+            "trajectories[0].images[1]", {"trajectories.0.images.1.start": 6}, id="behind"
+        ),
+        pytest.param("trajectories[0].images[1]", {"trajectories.0.images.1.tokens": 0}, id="none"),
+        pytest.param(
+            "trajectories[0].images[1]", {"trajectories.0.images.1.tokens": 2}, id="trained"
+        ),
+        pytest.param(
+            "trajectories[0].images[0].sha256",
+            {"trajectories.0.images.0.sha256": sha256(b"cow")},
+            id="unknown",
+        ),
+    ],
+)
+async def test_images_that_are_not_those_of_the_record_are_refused(
+    stub: Any, field: str, change: dict[str, Any]
+) -> None:
+    await refused_by_field(stub, with_images(record("s"), b"cat", b"dog"), field, change)
 
 
 @pytest.mark.parametrize(

@@ -310,6 +310,28 @@ async def test_more_headers_than_any_client_sends_are_refused(begin: bytes) -> N
     assert gateway.requests == []
 
 
+@pytest.mark.parametrize(
+    "begin", [pytest.param(HEALTH[:-2], id="head"), pytest.param(CHUNKED + b"0\r\n", id="trailers")]
+)
+async def test_headers_are_counted_in_a_request_that_arrives_with_the_next_one(
+    begin: bytes,
+) -> None:
+    async with served(max_headers=20) as (url, gateway), wired(url) as wire:
+        await wire.send([begin + b"A: b\r\n" * 22 + b"\r\n" + HEALTH])
+        assert await wire.refusal() == (431, "headers_too_large")
+    assert gateway.requests == []
+
+
+async def test_a_head_that_begins_behind_a_request_has_no_more_bytes_than_others() -> None:
+    async with served(max_header_bytes=1024) as (url, _):
+        for size, status in ((300, 200), (900, 431)):
+            async with wired(url) as wire:
+                await wire.send([HEALTH + HEALTH[:-2] + b"A: " + b"x" * 600])
+                assert (await wire.answer())[0] == 200
+                await wire.send([b"x" * size + b"\r\n\r\n"])
+                assert (await wire.answer())[0] == status
+
+
 async def test_one_address_cannot_take_all_connections() -> None:
     async with served(max_connections=4, max_connections_per_address=2) as (url, _):
         async with wired(url) as first, wired(url, "127.0.0.2") as other:

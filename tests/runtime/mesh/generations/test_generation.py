@@ -74,6 +74,7 @@ def test_tokens_of_an_unknown_version_are_known_to_be_so() -> None:
     assert not taking.is_known
     taking.take(message((7,), spans=None, version=1))
     assert not taking.is_known
+    assert spans_of(taking.spans) == [("e", 1, 0, 1)]
     taking.take(message((8,), spans=((1, 0, 3), (2, 3, 4))))
     assert taking.is_known
     assert spans_of(taking.spans) == [("e", 1, 0, 3), ("e", 2, 3, 4)]
