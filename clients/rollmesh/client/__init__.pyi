@@ -6,12 +6,7 @@ from rollmesh.client.arguments import (
     ExportForm as ExportForm,
     chosen as chosen,
 )
-from rollmesh.client.client import (
-    Client as Client,
-    Transcript as Transcript,
-    TranscriptTurn as TranscriptTurn,
-    message_of as message_of,
-)
+from rollmesh.client.client import Client as Client
 from rollmesh.client.connections import MeshAddresses as MeshAddresses
 from rollmesh.client.deliveries import (
     SubscribeOptions as SubscribeOptions,
@@ -29,7 +24,6 @@ from rollmesh.client.evaluations import (
 from rollmesh.client.failures import (
     InfrastructureError as InfrastructureError,
     is_infrastructure as is_infrastructure,
-    shielded as shielded,
 )
 from rollmesh.client.observer import Observer as Observer, states_of as states_of
 from rollmesh.client.rollouts import (
@@ -84,10 +78,16 @@ from rollmesh.client.sessions import (
     read_rewards as read_rewards,
     reason_names as reason_names,
 )
+from rollmesh.client.shielding import shielded as shielded
 from rollmesh.client.starts import (
     Start as Start,
     recorded_node as recorded_node,
     start_of_atif as start_of_atif,
+)
+from rollmesh.client.transcripts import (
+    Transcript as Transcript,
+    TranscriptTurn as TranscriptTurn,
+    message_of as message_of,
 )
 from rollmesh.client.weights import (
     CHUNK_BYTES as CHUNK_BYTES,

@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollmesh.client.failures import InfrastructureError, shielded
+from rollmesh.client.failures import InfrastructureError
 from rollmesh.client.runners.reaper import Reaper
 from rollmesh.client.sessions import Session
+from rollmesh.client.shielding import shielded
 from rollmesh.runtime.errors import InvalidFieldError
 
 _ERROR_BYTES = 2_000

@@ -53,6 +53,7 @@ from rollmesh.engine.backend import (
 )
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.requests import MAX_TOP_K, check_temperature, read_generate, vllm_sampling
+from rollmesh.engine.vllm.adapters import AdapterChecks, linear_modules, modules_of
 from rollmesh.engine.vllm.chunks import (
     Heartbeat,
     RunningRequest,
@@ -61,17 +62,9 @@ from rollmesh.engine.vllm.chunks import (
     messages,
     scores_of,
 )
+from rollmesh.engine.vllm.constraint import has_tokenizer, vocabulary_of, written
 from rollmesh.engine.vllm.grammars import Grammars
-from rollmesh.engine.vllm.inputs import (
-    AdapterChecks,
-    ImagePrompts,
-    has_tokenizer,
-    linear_modules,
-    modules_of,
-    takes_images,
-    vocabulary_of,
-    written,
-)
+from rollmesh.engine.vllm.images import ImagePrompts, takes_images
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec import EXPERTS, SUPPORT, ImageLimits, experts_column, name_of
 from rollmesh.runtime.config import ConfigError
