@@ -16,6 +16,8 @@ TORCH = torch==2.13.0
 GPU_PYTHON ?= $(PYTHON)
 # Processes that run tests at the same time; most tests wait, so more than there are cores.
 TEST_WORKERS ?= 5
+# The long tests start many processes each: with more at a time their limits of time pass.
+LONG_WORKERS ?= 2
 # Tests start hundreds of processes: what is compiled is kept, also where the environment says not to.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -155,13 +157,13 @@ harbor-demo: .venv/.ready .venv-harbor/.ready  # The demo with its agents on a H
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo --harbor --folder var/harbor-demo
 
 TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-harbor/.ready .venv-readers/.ready .venv-check/.ready
-PYTEST = .venv/bin/python -m pytest -n $(TEST_WORKERS) --durations=20
+PYTEST = .venv/bin/python -m pytest --durations=20
 
 test: $(TESTED) ## Runs the tests, in minutes; build/test.txt shows which one is running
-	$(PYTEST) -q -m "not long" --progress=build/test.txt
+	$(PYTEST) -n $(TEST_WORKERS) -q -m "not long" --progress=build/test.txt
 
 test-long: $(TESTED) .venv-sglang/.ready .venv-fast/.ready .venv-templates/.ready ## Runs the tests that take long, and further cases of slow kinds: learning, soak, kills, more models and trainers
-	$(PYTEST) -v -m long --progress=build/test-long.txt
+	$(PYTEST) -n $(LONG_WORKERS) -v -m long --progress=build/test-long.txt
 
 test-fast: $(FAST)/.ready ## Runs the tests that need no vLLM, trainer, agent, PostgreSQL or whole mesh: what to run while writing
 	$(FAST)/bin/python -m pytest -n $(TEST_WORKERS) -q -m "not long and not vllm" -k "not postgres" $(WHOLE:%=--ignore=tests/%) $(EVERY:%=--ignore=tests/%.py)
