@@ -176,6 +176,27 @@ async def test_a_push_that_falls_silent_keeps_no_other_waiting(
         assert not list(tmp_path.rglob("*.part"))
 
 
+async def test_a_push_is_kept_if_its_only_engine_returns_while_it_is_received(
+    tmp_path: Path,
+) -> None:
+    async with running_router(tmp_path) as router, sdk(router) as client:
+        more = asyncio.Event()
+        async with noting_engine(router.address, "engine"):
+            pushing = asyncio.create_task(push(router.address, 1, FIRST, then=more))
+            await until_receiving(tmp_path)
+
+        async def is_alone() -> bool:
+            return not (await client.replicas()).replicas
+
+        await until(is_alone)
+        async with noting_engine(router.address, "engine") as engine:
+            await engine.until_registered()
+            more.set()
+            assert (await pushing).policy_version == 1
+            assert engine.taken == [(1, FIRST)]
+            assert (await client.replicas()).models[0].target_policy_version == 1
+
+
 async def test_more_bytes_than_announced_are_refused_before_the_push_ends(
     router: ServiceProcess, tmp_path: Path
 ) -> None:

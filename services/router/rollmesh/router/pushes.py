@@ -189,9 +189,9 @@ class Pushes:
         if request.adapter:
             check_adapter(sampling_pb2.AdapterRef(name=request.adapter), "adapter", 0)
         model, name = await self._models.named(request.model), request.adapter
-        kept = self._models.kept(model)
         await self.peers.sync()
         async with self._models.lock(model):
+            kept = self._models.kept(model)
             if (repeated := kept.run_of_request(name, request_id)) is not None:
                 return repeated
             parent = kept.run(name)
@@ -225,9 +225,9 @@ class Pushes:
             StoreError: The files cannot be removed.
         """
         model = await self._models.named(model, waits=False)
-        kept = self._models.kept(model)
         await self.peers.sync()
         async with self._models.lock(model):
+            kept = self._models.kept(model)
             former = kept.target_version
             forgotten = {"current": None, "offered": None, "request_id": "", "bases": ()}
             await asyncio.to_thread(kept.store, **forgotten)
@@ -242,9 +242,9 @@ class Pushes:
         Raises:
             StoreError: The change could not be stored.
         """
-        kept = self._models.kept(model)
         await self.peers.sync()
         async with self._models.lock(model):
+            kept = self._models.kept(model)
             left = [
                 one
                 for one in kept.state.adapters
@@ -317,7 +317,7 @@ class Pushes:
             finally:
                 self._claimed -= size
         _log.info("%s pushed", _noun(header), extra=_what(header))
-        return await begun(self._tasks, self._store(header, kept, request_id))
+        return await begun(self._tasks, self._store(header, request_id))
 
     def _check(self, header: Header, kept: KeptWeights) -> None:
         """Checks that a push can follow the kept ones."""
@@ -393,11 +393,11 @@ class Pushes:
                     needed=needed,
                 )
 
-    async def _store(
-        self, header: Header, kept: KeptWeights, request_id: str
-    ) -> list[engine_pb2.EngineResult]:
+    async def _store(self, header: Header, request_id: str) -> list[engine_pb2.EngineResult]:
         """Stores a received push here and at the peers, and offers it to engines."""
-        async with self._models.lock(kept.model):
+        async with self._models.lock(header.model):
+            # Of this moment: all members may have left and returned while the push was received.
+            kept = self._models.kept(header.model)
             try:
                 self._check(header, kept)  # another push may have come first
                 await asyncio.to_thread(kept.offer, header, request_id)
