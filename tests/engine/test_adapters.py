@@ -27,6 +27,7 @@ from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.controls import WAKE_UP, sleep
 from tests.engine.engines import CONFIG, Engine, Result, revisions
 from tests.processes import running
+from tests.waiting import until
 
 DATA = save({"w": np.zeros(4, np.float32)})
 REPLY = 200
@@ -62,11 +63,16 @@ class SlowlyLoading(ScriptedBackend):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.loads, self.may_load = asyncio.Event(), asyncio.Event()
+        self.unloaded: list[Adapter] = []
 
     async def load_adapter(self, adapter: Adapter) -> None:
         self.loads.set()
         await self.may_load.wait()
         await super().load_adapter(adapter)
+
+    async def unload_adapter(self, adapter: Adapter) -> None:
+        await super().unload_adapter(adapter)
+        self.unloaded.append(adapter)
 
 
 def of(name: str, version: int) -> dict[str, Any]:
@@ -339,4 +345,34 @@ async def test_weights_are_not_dropped_under_an_adapter_that_is_being_loaded() -
         backend.may_load.set()
         await loading
     assert (control.state.has_weights, control.state.asleep) == (True, False)
+    await adapters.close()
+
+
+async def test_a_revision_is_unloaded_whose_caller_leaves_while_the_model_is_busy() -> None:
+    backend = SlowlyLoading(SCRIPTED)
+    control = Control(backend)
+    adapters = Adapters(backend, control, SCRIPTED, asyncio.Event())
+    backend.may_load.set()
+
+    async def sent() -> AsyncIterator[bytes]:
+        yield DATA
+
+    await adapters.load(HEADER, sent())
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        is_busy, may_end = asyncio.Event(), asyncio.Event()
+
+        async def work() -> None:
+            is_busy.set()
+            await may_end.wait()
+
+        tasks.create_task(control.alone(work))
+        await is_busy.wait()
+        unloading = tasks.create_task(adapters.unload(HEADER.adapter))
+        await until(lambda: not adapters.loaded())
+        unloading.cancel()
+        await asyncio.sleep(0)
+        may_end.set()
+    assert [one.ref for one in backend.unloaded] == [HEADER.adapter]
+    assert not backend.unloaded[0].folder.exists()
+    assert control.state.adapters == 0
     await adapters.close()

@@ -281,12 +281,16 @@ class Adapters:
         """Unloads revisions, and those that left before, unless generations use them."""
         for key in self._held.keys() & set(revisions):
             self._held[key].leaves = True
-        for key, one in tuple(self._held.items()):
-            if one.leaves and not one.users:
-                del self._held[key]
-                await self._control.alone(partial(self._backend.unload_adapter, one.adapter))
-                await asyncio.to_thread(shutil.rmtree, one.adapter.folder)
-                name, version = key
-                _log.info("adapter unloaded", extra=fields(adapter=name, version=version))
-        self._control.state.adapters = len(self._held)
-        self._changed.set()
+
+        async def drop_unused() -> None:
+            for key, one in tuple(self._held.items()):
+                if one.leaves and not one.users:
+                    await self._control.alone(partial(self._backend.unload_adapter, one.adapter))
+                    del self._held[key]
+                    await asyncio.to_thread(shutil.rmtree, one.adapter.folder)
+                    name, version = key
+                    _log.info("adapter unloaded", extra=fields(adapter=name, version=version))
+            self._control.state.adapters = len(self._held)
+            self._changed.set()
+
+        await to_the_end(drop_unused())
