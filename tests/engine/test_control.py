@@ -125,9 +125,11 @@ class World:
     def wake(self) -> "asyncio.Task[Any]":
         return self.begin(self.stub.ControlEngines(WAKE_UP))
 
-    def update(self, folder: Path, mode: Any = KEEP, version: int = 1) -> "asyncio.Task[Any]":
+    def update(
+        self, folder: Path, mode: Any = KEEP, version: int = 1, push_id: str = ""
+    ) -> "asyncio.Task[Any]":
         header = engine_pb2.UpdateWeightsHeader(
-            policy_version=version, pause_mode=mode, checkpoint_dir=str(folder)
+            policy_version=version, pause_mode=mode, checkpoint_dir=str(folder), push_id=push_id
         )
         return self.begin(
             self.stub.UpdateWeights(iter([engine_pb2.UpdateWeightsRequest(header=header)]))
@@ -373,6 +375,23 @@ async def test_an_update_that_waits_for_requests_is_given_up_by_its_caller(
     assert len((await collected(world, "s", 3, asyncio.Event())).ids) == 3
     assert (await answer).spans == [(0, 0, 400)]
     assert (await world.info()).policy_version == 0
+
+
+async def test_an_update_whose_caller_leaves_in_the_load_is_known_by_its_push(
+    world: World, checkpoint: Path
+) -> None:
+    """The router that sent it may have been restarted, and looks for its push at the engines."""
+    await world.sleep(level=2)
+    await world.wake()
+    update = world.update(checkpoint, push_id="p")
+    await world.backend.loading.wait()
+    update.cancel()
+    await world.several_calls_later()
+    world.backend.loaded.set()
+    assert isinstance(await world.update(checkpoint, push_id="p"), Message)
+    assert len(world.backend.sampled) == 2  # it was loaded once
+    assert world.engine.state.push_id == "p"
+    assert (await collected(world, "r", 3, asyncio.Event())).spans == [(1, 0, 3)]
 
 
 async def test_a_sleep_that_comes_while_an_update_is_received_refuses_the_update(

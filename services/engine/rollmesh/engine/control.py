@@ -69,6 +69,8 @@ class ControlState:
     asleep: bool = False
     has_weights: bool = True
     """A sleep of level 2 drops them. Only an update brings them back."""
+    push_id: str = ""
+    """Id of the push that delivered the current weights. Empty for the initial weights."""
     adapters: int = 0
     """Number of adapter revisions that the model holds, and of the one that is being loaded. They
     belong to the weights in use."""
@@ -177,14 +179,7 @@ class Control:
                 await to_the_end(self._act())  # a wake-up may wait
             await to_the_end(work())
 
-    async def update(
-        self,
-        source: Path | Transfer,
-        policy_version: int,
-        mode: PauseMode,
-        *,
-        prepares: bool = False,
-    ) -> int:
+    async def update(self, source: Path | Transfer, header: engine_pb2.UpdateWeightsHeader) -> int:
         """Loads new weights, and samples again unless something else was asked meanwhile.
 
         It is completed even if its caller leaves, once the model is held. The model stays held if
@@ -202,16 +197,20 @@ class Control:
             self._check_no_adapters("header")
             if self.state.asleep:
                 await to_the_end(self._act())
-            await to_the_end(self._backend.check_weights(source, prepares=prepares))
-            started = clock.monotonic_ms()
+            await to_the_end(self._backend.check_weights(source, prepares=header.keep_file))
+            started, mode = clock.monotonic_ms(), header.pause_mode
             if self.state.held is Held.YES and mode == engine_pb2.PAUSE_MODE_WAIT:
                 mode = engine_pb2.PAUSE_MODE_KEEP  # requests that are held cannot finish
+
+            async def load() -> None:
+                await self._backend.load_weights(source, header.policy_version)
+                self.state.has_weights, self.state.push_id = True, header.push_id
+
             self.state.updating = True
             try:
                 await self._pause(mode, clear_cache=True)
                 self.loads += 1
-                await to_the_end(self._backend.load_weights(source, policy_version))
-                self.state.has_weights = True
+                await to_the_end(load())
             finally:
                 self.state.updating = False
                 if not self._backend.died.is_set():
@@ -306,8 +305,6 @@ class WeightUpdates:
         self._control = control
         self._lock = asyncio.Lock()
         self._kept = KeptFile()
-        self.push_id = ""
-        """Id of the push that delivered the current weights. Empty for the initial weights."""
         self.changed = asyncio.Event()
         """Set when the report to the router may have changed."""
 
@@ -334,7 +331,7 @@ class WeightUpdates:
             current = self._backend.load().policy_version
             dropped = not self._control.state.has_weights  # then the engine holds no push
             wanted = header.policy_version, header.push_id
-            if header.push_id and not dropped and wanted == (current, self.push_id):
+            if header.push_id and not dropped and wanted == (current, self._control.state.push_id):
                 return 0
             # Without a push id, the version must be above the current one, or be the dropped one.
             if not header.push_id and header.policy_version < current + (not dropped):
@@ -399,14 +396,12 @@ class WeightUpdates:
         await asyncio.to_thread(self._kept.drop)
 
     async def _load(self, source: Path | Transfer, header: engine_pb2.UpdateWeightsHeader) -> int:
-        version, mode = header.policy_version, header.pause_mode
         try:
-            paused_ms = await self._control.update(source, version, mode, prepares=header.keep_file)
+            paused_ms = await self._control.update(source, header)
         except InvalidWeightsError:
             if header.keep_file:  # no difference follows weights that no engine takes
                 await asyncio.to_thread(self._kept.drop)
             raise
-        self.push_id = header.push_id
         if not header.keep_file:
             await asyncio.to_thread(self._kept.drop)
         return paused_ms

@@ -297,7 +297,7 @@ class EngineService:
             paused=self._servicer.control.paused,
             sleeping=state.asleep,
             # Once it is awake, the router brings the weights of the push again.
-            push_id="" if dropped and not state.asleep else self._servicer.weights.push_id,
+            push_id="" if dropped and not state.asleep else state.push_id,
             weights_dropped=dropped,
             adapters=self._servicer.adapters.loaded(),
             tunnels=self._tunnels.gateways if self._tunnels is not None else (),
