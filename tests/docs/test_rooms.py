@@ -9,7 +9,7 @@ CEILINGS = {
     "services/runtime/rollmesh/mesh": (4_290, 13),
     "services/gateway/rollmesh/chat": (7_561, 33),
     "services/gateway/rollmesh/gateway": (10_448, 28),
-    "services/engine/rollmesh/engine": (7_565, 28),
+    "services/engine/rollmesh/engine": (7_564, 28),
     "services/router/rollmesh/router": (4_534, 16),
     "services/collector/rollmesh/collector": (5_285, 13),
     "services/collector/rollmesh/scorer": (356, 5),
