@@ -343,7 +343,6 @@ class Subscription(Background):
                 future.set_exception(error)
 
     async def _hold_stream(self, channel: grpc.aio.Channel) -> None:
-        self._outgoing = asyncio.Queue()
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
         if not self._created:
             try:
@@ -356,6 +355,8 @@ class Subscription(Background):
                 with typed_errors():
                     await stub.UpdateConsumer(update, timeout=_CALL_S)
             self._created = True
+        # What was granted while the consumer was created is in the credits that follow.
+        self._outgoing = asyncio.Queue()
         if self._acknowledging:  # the broken stream may have lost them
             self._send_acknowledgements(list(self._acknowledging))
         if (wanted := self._credits - self._ready.qsize()) > 0:

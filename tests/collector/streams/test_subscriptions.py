@@ -2,15 +2,17 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rollmesh.client import SessionResult, SubscribeOptions, Subscription, Trajectory
+from rollmesh.collector import CollectorService
 from rollmesh.runtime.errors import InvalidFieldError, ShuttingDownError
 from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
-from tests.collector.collectors import TIMEOUT_S, collector_at, ingest_all
+from tests.collector.collectors import TIMEOUT_S, collector_at, consumer_stats, ingest_all
 from tests.collector.records import record, trajectory
 from tests.waiting import until
 
@@ -89,6 +91,29 @@ async def test_without_credits_a_unit_is_judged_by_the_version_at_its_request(
         await ingest_all(stub, "d")  # takes the credit that the stale ones did not cost
         second = await anext(subscription)
         assert [first.delivery_id, second.delivery_id] == ["a", "d"]
+
+
+async def test_credits_that_are_granted_while_the_consumer_is_created_count_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = CollectorService.CreateConsumer
+
+    async def granted_meanwhile(self: CollectorService, request: Any, context: Any) -> Any:
+        subscription.grant(1)
+        return await create(self, request, context)
+
+    monkeypatch.setattr(CollectorService, "CreateConsumer", granted_meanwhile)
+    async with collector_at(tmp_path) as address, asyncio.timeout(TIMEOUT_S):
+        async with open_channel(address) as channel:
+            stub = collector_pb2_grpc.CollectorServiceStub(channel)
+            await ingest_all(stub, "a", "b")
+            subscription = Subscription(address, consumer="c", unit="session", credits=0)
+            async with subscription:
+                delivery = await anext(subscription)
+                await subscription.acknowledge(delivery)
+                consumer = await consumer_stats(stub)
+    assert delivery.delivery_id == "a"
+    assert (consumer.leased, consumer.ready) == (0, 1)
 
 
 def test_a_session_reads_as_arrays_of_one_length() -> None:
