@@ -13,7 +13,7 @@ from rollmesh.client.sessions import Session, SessionCalls, SessionResult
 from rollmesh.client.starts import Start, start_at
 from rollmesh.client.states import StateCalls
 from rollmesh.client.transcripts import Transcript
-from rollmesh.client.weights import EngineCalls, WeightCalls
+from rollmesh.client.weights import WeightCalls
 from rollmesh.mesh import retried
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.runtime.rpc import read_stream, stub_of, typed_errors
@@ -214,7 +214,6 @@ class Client(
     StateCalls,
     ScoreCalls,
     WeightCalls,
-    EngineCalls,
     ServerCalls,
 ):
     """One mesh: its sessions, deliveries, weights and engines. Use it as a context."""

@@ -18,7 +18,7 @@ from rollmesh.client.connections import MeshAddresses
 from rollmesh.client.deliveries import Subscription as AsyncSubscription
 from rollmesh.client.evaluations import evaluate
 from rollmesh.client.rollouts import GroupOutcome, RolloutSummary, rollout, rollout_groups
-from rollmesh.client.sessions import Delivery, Session
+from rollmesh.client.sessions import Delivery
 from rollmesh.v1.sampling_pb2 import VersionSpan
 
 # An event loop in a thread, for callers without one. Ctrl-C cancels their call.
@@ -273,10 +273,6 @@ class Rollout(_Blocking):
         return group
 
 
-def _plain(session: Session, _thread: LoopThread) -> Session:
-    return session
-
-
 class Client(_Blocking, AbstractContextManager["Client"]):
     """One mesh, for programs without an event loop. See `rollmesh.client.Client`."""
 
@@ -294,7 +290,7 @@ class Client(_Blocking, AbstractContextManager["Client"]):
         self._thread.run(self._inner.__aexit__(None, None, None))
         self._thread.close()
 
-    session = _holding(AsyncClient.session, _plain)
+    session = _holding(AsyncClient.session, lambda session, _thread: session)
     session_request = staticmethod(AsyncClient.session_request)
     open_session = _waiting(AsyncClient.open_session)
     close_session = _waiting(AsyncClient.close_session)

@@ -108,14 +108,16 @@ class EngineCalls(Connections):
         """Aborts all running generations. Turns of sessions continue or begin again."""
         return await self._control(model, abort=_Control.Abort(all=True))
 
-    async def _control(self, model: str, **action: Any) -> list[engine_pb2.EngineResult]:
+    async def _control(
+        self, model: str, failure: type[EngineControlError] = EngineControlError, **action: Any
+    ) -> list[engine_pb2.EngineResult]:
         request = _Control(model=model, request_id=uuid.uuid4().hex, **action)
         response = await self._routers.repeat(
             lambda router: router.ControlEngines(request, timeout=_TIMEOUT_S)
         )
         results = list(response.results)
         if any(result.status.code for result in results):
-            raise EngineControlError(results)
+            raise failure(results)
         return results
 
 
@@ -379,7 +381,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class WeightCalls(RunCalls):
+class WeightCalls(EngineCalls, RunCalls):
     """Pushes weights through the router."""
 
     @cached_property
@@ -586,16 +588,9 @@ class WeightCalls(RunCalls):
             WeightsPushError: An engine did not unload it.
         """
         number = self._number(version, model, name) if version else 0
-        unload = engine_pb2.ControlEnginesRequest.UnloadAdapter(
-            adapter=filled(sampling_pb2.AdapterRef, name=name, version=number)
-        )
-        request = engine_pb2.ControlEnginesRequest(
-            model=model, unload_adapter=unload, request_id=uuid.uuid4().hex
-        )
-        response = await self._routers.repeat(
-            lambda router: router.ControlEngines(request, timeout=_TIMEOUT_S)
-        )
-        return _checked(list(response.results))
+        adapter = filled(sampling_pb2.AdapterRef, name=name, version=number)
+        unload = _Control.UnloadAdapter(adapter=adapter)
+        return await self._control(model, WeightsPushError, unload_adapter=unload)
 
     async def pin_weights(
         self, holder: str, policy_version: int, for_s: float, *, model: str = ""
