@@ -416,8 +416,8 @@ class _Run:
         name = self.settings.task_id(task)
         if name in self.groups:
             raise InvalidFieldError("task_id", f"returns {name!r} twice; give each task its own")
-        found = {at for (of, at), one in self.results.items() if of == name and one.has_result}
-        open_ = [at for at in range(self.settings.n) if at not in found]
+        found = [self.results.get((name, at)) for at in range(self.settings.n)]
+        open_ = [at for at, one in enumerate(found) if one is None or not one.has_result]
         group_id = uuid.uuid4().hex
         self.seats[group_id] = name, open_
         metadata = dict(self.settings.metadata(task) if self.settings.metadata else {})
