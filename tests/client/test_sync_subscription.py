@@ -10,6 +10,7 @@ import pytest
 from rollmesh.client import Client, MeshAddresses, sync
 from rollmesh.runtime.rpc import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
+from tests.client.conftest import addresses_of, length
 
 
 @pytest.fixture
@@ -71,3 +72,20 @@ async def test_the_sync_client_reads_a_group_and_acknowledges_it(collector: str)
     async with asyncio.timeout(60):
         rewards, acknowledged = await asyncio.to_thread(work)
     assert (rewards, acknowledged) == ([0.0, 1.0], [1])
+
+
+async def test_what_on_sample_raises_ends_a_rollout_without_async(address: str) -> None:
+    def broken(_: object) -> None:
+        raise ZeroDivisionError("mine")
+
+    def work() -> None:
+        with (
+            sync.Client(addresses_of(gateway=address)) as client,
+            client.rollout_groups(["p", "q"], runner=length, n=1, on_sample=broken) as groups,
+        ):
+            for _ in groups:
+                pass
+
+    async with asyncio.timeout(30):
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            await asyncio.to_thread(work)

@@ -346,7 +346,9 @@ class RewardCalls:
             try:
                 value, give_it = self._function(episode), scored.set_result
             except BaseException as error:  # the edge of the thread: the loop raises it
-                kept = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                # No future takes a StopIteration.
+                is_raised = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                kept = error if is_raised else RuntimeError(repr(error))
                 value, give_it = kept, scored.set_exception  # type: ignore[assignment]
             with contextlib.suppress(
                 RuntimeError
@@ -1426,7 +1428,13 @@ class Rollout(AsyncIterator[GroupOutcome]):
             task.cancel()
 
     async def abandon(self, timeout_s: float) -> None:
-        """Abandons the seats that a cancellation left without a session, in at most `timeout_s`."""
+        """Abandons the seats that a cancellation left without a session, in at most `timeout_s`.
+
+        A reader in another task, as of the client without async, gets no further group.
+        """
+        if self._ended.full():
+            self._ended.get_nowait()
+        self._ended.put_nowait(None)
         left = [] if self._settings.resume else [one for one in self._seats if not one.taken]
         self._seats.clear()
         reason = "the rollout was cancelled before a session took the seat"

@@ -134,6 +134,7 @@ async def test_a_reward_function_over_its_time_fails_its_session_alone(
         pytest.param(ZeroDivisionError(), "ZeroDivisionError", id="an error"),
         pytest.param(TimeoutError(), "TimeoutError", id="a timeout of its own"),
         pytest.param(SystemExit(1), "RuntimeError", id="an exit"),
+        pytest.param(StopIteration(), "RuntimeError", id="an iterator without a value"),
     ],
 )
 async def test_a_reward_function_that_fails_fails_its_session(
