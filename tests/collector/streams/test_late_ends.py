@@ -6,7 +6,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollmesh.collector import Subscriptions
+from rollmesh.runtime.errors import ConsumerMovedError
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.records import record
 from tests.collector.stores import Reader, fill, sqlite_store
@@ -32,3 +35,33 @@ async def test_a_stream_closed_after_the_tasks_of_its_collector_leaves_nothing_u
             last.set()
         await stream.aclose()
     gc.collect()  # a coroutine that nothing awaited would fail this test
+
+
+async def test_a_unit_that_was_judged_before_its_consumer_was_moved_is_judged_again(
+    tmp_path: Path,
+) -> None:
+    """The trainer goes back to a checkpoint while a unit is loaded that was too old for it."""
+    last = asyncio.Event()
+    async with sqlite_store(tmp_path) as store, asyncio.TaskGroup() as tasks:
+        streams = Subscriptions(store, tasks)
+        rules = pb.DeliveryFilter(max_policy_lag=1)
+        unit = pb.DELIVERY_UNIT_SESSION
+        trainer = pb.Consumer(name="c", unit=unit, filter=rules, policy_version=1, lease_ms=60_000)
+        await streams.create(trainer, None)
+        saved = pb.CreateCheckpointRequest(consumer="c", checkpoint_id="k")
+        await store.create_checkpoint(saved, 0)
+        await streams.update(pb.Consumer(name="c", policy_version=5))
+        await fill(store, [record("s")])
+        load, restored = store.load, pb.RestoreCheckpointRequest(consumer="c", checkpoint_id="k")
+
+        async def moved_meanwhile(*args: Any) -> Any:
+            found = await load(*args)
+            await streams.move("c", store.restore_checkpoint(restored))
+            return found
+
+        store.load = moved_meanwhile  # type: ignore[assignment, method-assign]
+        with pytest.raises(ConsumerMovedError):
+            await anext(streams.stream(requests(last)))
+        last.set()
+        standing = await store.standing("c")
+    assert (standing.ready, list(standing.filtered)) == (1, [])

@@ -60,7 +60,7 @@ async def _ask(collectors: CollectorDirectory, method: str, request: Any) -> Any
 
 
 async def _inspect(collectors: CollectorDirectory, options: argparse.Namespace) -> None:
-    selection = _selection(options)
+    selection = {name: value for name in _SELECTED if (value := getattr(options, name))}
     if selection and (options.session or not options.sessions):
         flag = f"--{next(iter(selection)).replace('_', '-')}"
         raise ConfigError(f"{flag} selects sessions; give --sessions, without --session")
@@ -78,7 +78,7 @@ async def _inspect(collectors: CollectorDirectory, options: argparse.Namespace) 
         return
     if options.sessions:
         request = pb.ReadSessionsRequest(without_arrays=True)
-        async with aclosing(_chosen(_sessions(collectors, request), options)) as chosen:
+        async with aclosing(_chosen(_sessions(collectors, request), selection)) as chosen:
             async for session in chosen:
                 told = words_of(line_of(session)) if options.words else ""
                 _say(told or json.dumps(summary_of(session), ensure_ascii=False))
@@ -158,18 +158,13 @@ async def _sessions(
 
 async def _chosen(
     sessions: AsyncGenerator[session_pb2.SessionRecord],
-    options: argparse.Namespace,
+    selection: Mapping[str, str],
 ) -> AsyncGenerator[session_pb2.SessionRecord]:
     async with aclosing(sessions):
         async for session in sessions:
             summary = summary_of(session)
-            if all(summary[name] == value for name, value in _selection(options).items()):
+            if all(summary[name] == value for name, value in selection.items()):
                 yield session
-
-
-def _selection(options: argparse.Namespace) -> dict[str, str]:
-    given = {name: getattr(options, name) for name in _SELECTED}
-    return {name: value for name, value in given.items() if value}
 
 
 def _show(message: protobuf_message.Message) -> None:
@@ -180,15 +175,6 @@ def _say(text: str, *, error: bool = False) -> None:
     print(text, file=sys.stderr if error else sys.stdout)
 
 
-def _selection_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run-id", default="", help="only sessions of this run")
-    parser.add_argument("--group-id", default="", help="only sessions of this group")
-    parser.add_argument("--model", default="", help="only sessions of this model")
-    outcomes, purposes = ("COMPLETED", "FAILED", "ABORTED", "LOST"), ("TRAIN", "EVAL", "OTHER")
-    parser.add_argument("--outcome", choices=outcomes, help="only sessions that ended so")
-    parser.add_argument("--purpose", choices=purposes, help="only sessions of this purpose")
-
-
 def _inspect_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = "Prints what is stored, and the units of each consumer, as lines of JSON."
     parser.add_argument("--session", default="", help="this session instead, without its arrays")
@@ -196,7 +182,12 @@ def _inspect_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--words", action="store_true", help="sessions as `rollmesh tail` tells them; one with why"
     )
-    _selection_flags(parser)
+    parser.add_argument("--run-id", default="", help="only sessions of this run")
+    parser.add_argument("--group-id", default="", help="only sessions of this group")
+    parser.add_argument("--model", default="", help="only sessions of this model")
+    outcomes, purposes = ("COMPLETED", "FAILED", "ABORTED", "LOST"), ("TRAIN", "EVAL", "OTHER")
+    parser.add_argument("--outcome", choices=outcomes, help="only sessions that ended so")
+    parser.add_argument("--purpose", choices=purposes, help="only sessions of this purpose")
     parser.add_argument("--consumers", action="store_true", help="also the settings of consumers")
     parser.add_argument("--groups", action="store_true", help="also groups that wait for sessions")
     parser.add_argument("--filtered", default="", help="also what this consumer did not get")

@@ -212,6 +212,11 @@ class Consumer:
         self.leased[unit.unit_id] = DeliveryLease(unit, stream, now_ms + self.settings.lease_ms)
         return unit
 
+    def leases(self, unit_id: str, stream: Stream) -> bool:
+        """Returns whether a stream has a unit, which was neither settled nor given back."""
+        lease = self.leased.get(unit_id)
+        return lease is not None and lease.stream is stream
+
     def hold(self, unit: Unit) -> None:
         """Takes a unit back from its stream until it has the scores of a teacher."""
         if self.leased.pop(unit.unit_id, None) is not None:
@@ -564,8 +569,7 @@ class Subscriptions:
         while not stream.ended:
             if stream.loaded:
                 response = stream.loaded.popleft()
-                lease = consumer.leased.get(response.delivery.delivery_id)
-                if lease is not None and lease.stream is stream:
+                if consumer.leases(response.delivery.delivery_id, stream):
                     return response
                 # Acknowledged since, which this client is told first, or taken back.
                 stream.credits += 1
@@ -606,6 +610,8 @@ class Subscriptions:
                     metrics.count_filtered(name, loaded.verdict)
                 continue
             stream.credits += 1
+            if not consumer.leases(unit.unit_id, stream):
+                continue
             if loaded is None:
                 consumer.settle(unit.unit_id)
             elif loaded.unscored:
@@ -614,15 +620,17 @@ class Subscriptions:
                 consumer.hold(unit)
                 self._lessons.put_nowait((consumer, unit))
             else:
-                await begun(self.tasks, self._filter(consumer, unit.unit_id, loaded.verdict))
+                await begun(self.tasks, self._filter(stream, unit.unit_id, loaded.verdict))
 
-    async def _filter(self, consumer: Consumer, unit_id: str, verdict: Verdict) -> None:
-        """Settles a unit that is not delivered to its consumer."""
-        name = consumer.settings.name
-        settlement = Settlement(unit_id, verdict.reason, verdict.removed)
-        await self.store.settle(name, [settlement], clock.steady_unix_ms())
-        consumer.settle(unit_id)
-        metrics.count_filtered(name, verdict)
+    async def _filter(self, stream: Stream, unit_id: str, verdict: Verdict) -> None:
+        """Settles a unit that is not delivered, unless its consumer was moved meanwhile."""
+        consumer, name = stream.consumer, stream.consumer.settings.name
+        async with consumer.paging:
+            if consumer.leases(unit_id, stream):
+                settlement = Settlement(unit_id, verdict.reason, verdict.removed)
+                await self.store.settle(name, [settlement], clock.steady_unix_ms())
+                consumer.settle(unit_id)
+                metrics.count_filtered(name, verdict)
 
 
 def check_count(field_name: str, values: Sequence[object], most: int) -> None:
