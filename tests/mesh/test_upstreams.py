@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -236,6 +237,69 @@ async def test_the_upstream_fails_as_an_engine_does(mesh: Mesh, server: Server) 
             final = await ask("eight")
             assert "the budget of sampled tokens is spent" in final.choices[0].message.content
         assert (await read(client, session, "failing")).turns == 3
+
+
+def answer(usage: Any = None, finish: str = "stop", **message: Any) -> tuple[int, dict[str, Any]]:
+    choice = {"message": {"role": "assistant", **message}, "finish_reason": finish}
+    return 200, {"model": "big-2026", "choices": [choice], "usage": usage}
+
+
+async def test_a_long_answer_beside_the_work_is_no_probe(mesh: Mesh, server: Server) -> None:
+    async with mesh.client_of("router") as client:
+        async with client.session(model=MODEL) as session:
+            agent, most = mesh.openai(session), {"completion_tokens": 1}
+            for text, used in (("work", None), ("long", None), ("quota", most), ("unknown", {})):
+                finish = "stop" if text == "work" else "length"
+                if used is not None:
+                    server.failures.append(answer(used, finish, content="some words"))
+                asked: Any = [{"role": "user", "content": text}]
+                await agent.chat.completions.create(model=MODEL, messages=asked)
+        result = await read(client, session, "lengths")
+    found = [(one.lineage, one.segments[0].trained) for one in result.trajectories]
+    assert found == [("MAIN", True), ("ROOT", True), ("AUXILIARY", False), ("ROOT", True)]
+
+
+async def test_an_answer_with_half_an_emoji_is_recorded(mesh: Mesh, server: Server) -> None:
+    half, function = "cut \ud83d", {"name": "add", "arguments": '{"a": "\udc00"}'}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    async with mesh.client_of("router") as client:
+        async with client.session(model=MODEL) as session:
+            agent = mesh.openai(session)
+            said = answer(content=half, reasoning_content=half, tool_calls=calls)
+            server.failures.append(said)
+            whole = await agent.chat.completions.create(model=MODEL, messages=HI, tools=TOOLS)
+            assert whole.choices[0].message.content == "cut \ufffd"
+        result = await read(client, session, "emoji")
+    found = result.conversation(result.trajectories[0])
+    assert found is not None
+    assert found.messages[1]["reasoning_content"] == "cut \ufffd"
+    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": "\ufffd"}'
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(answer({"completion_tokens": -1}, content="a"), id="negative"),
+        pytest.param(answer({"prompt_tokens": 2**32}, content="a"), id="large"),
+        pytest.param(answer({"prompt_tokens": math.inf}, content="a"), id="infinite"),
+        pytest.param(answer([7], content="a"), id="list"),
+        pytest.param(
+            answer({"prompt_tokens_details": {"cached_tokens": -1}}, content="a"), id="cached"
+        ),
+        pytest.param(answer(tool_calls=[{"function": {"name": 7}}]), id="name"),
+        pytest.param(answer(tool_calls=[{"index": -1, "function": {}}]), id="index"),
+    ],
+)
+async def test_an_answer_of_another_form_is_refused_and_not_recorded(
+    mesh: Mesh, server: Server, said: tuple[int, dict[str, Any]]
+) -> None:
+    async with mesh.client_of("router") as client, client.session(model=MODEL) as session:
+        agent = mesh.openai(session)
+        server.failures.append(said)
+        with pytest.raises(openai.InternalServerError, match="another form of answer"):
+            await agent.chat.completions.create(model=MODEL, messages=HI)
+        again = await agent.chat.completions.create(model=MODEL, messages=HI)
+        assert again.choices[0].message.content == "You said hi."
 
 
 async def test_a_client_that_leaves_ends_the_call_to_the_upstream(

@@ -27,7 +27,7 @@ match decides:
 | it is the main path of the main conversation | MAIN |
 | it leaves the main path with another sample of a turn | SIBLING |
 | it leaves the main path with another message, after a sampled turn | BRANCH |
-| one turn of at most one token, cut by its request's limit: a probe | AUXILIARY |
+| one turn of one token, cut by its request's limit: a probe | AUXILIARY |
 | without tools, which the main one has, after all of the main path: a final answer. Under another
 system message only if the main path does not end with an answer | MAIN |
 | one turn without tools, with another system message, while the main one has tools | AUXILIARY |
@@ -490,7 +490,7 @@ def _is_probe(node: Node) -> bool:
     sample = node.sample
     return (
         sample is not None
-        and len(sample.token_ids) <= 1
+        and sample.completion_tokens == 1  # a server elsewhere gives no ids, and maybe no number
         and sample.finish == sampling_pb2.FINISH_REASON_LENGTH
         and trajectory_pb2.FIDELITY_REASON_BUDGET not in node.reasons
     )

@@ -28,6 +28,7 @@ from rollmesh.chat import (
     ToolCall,
     ToolCallEvent,
     new_call_id,
+    replace_surrogates,
     write_message,
 )
 from rollmesh.gateway.config import GatewayConfig
@@ -62,6 +63,7 @@ _NO_IDS = np.empty(0, np.uint32)
 _NO_LOGPROBS = np.empty(0, np.float32)
 _FINISHES: Mapping[object, Finish] = {"length": sampling_pb2.FINISH_REASON_LENGTH}
 _LARGEST = 64 * 1024 * 1024  # of an answer, and of a line of a stream, bytes
+_MOST_TOKENS = 2**31 - 1
 _SHOWN = 300
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
 _OLD_LIMIT, _NEW_LIMIT = "max_tokens", "max_completion_tokens"
@@ -213,7 +215,7 @@ async def _answer(
         try:
             async with aclosing(deps.upstream.parts(body)) as parts:
                 async for part in parts:
-                    turn.emit(write_deltas(answer.read(part), turn.choice))
+                    turn.emit(answer.read(part, turn.choice))
             answer.check()
         except (EngineLostError, EnginesBusyError) as error:
             wait_s = max((error.retry_delay_ms or 0) / 1000, backoff.next_s())
@@ -291,15 +293,13 @@ class _Answer:
     finish: Finish = sampling_pb2.FINISH_REASON_UNSPECIFIED
     stop: str = ""
     model: str = ""
-    usage: Mapping[str, Any] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    """Number of tokens of the prompt, as the server counts them."""
+    cached_tokens: int = 0
+    completion_tokens: int = 0
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of tokens of the prompt, as the server counts them."""
-        return int(self.usage.get("prompt_tokens") or 0)
-
-    def read(self, part: Mapping[str, Any]) -> list[ParserEvent]:
-        """Adds a part and returns it as events.
+    def read(self, part: Mapping[str, Any], choice: int) -> list[gateway_pb2.StreamChatResponse]:
+        """Adds a part and returns it as parts of the stream of a choice.
 
         Raises:
             EngineLostError: It is an error in the middle of a stream.
@@ -308,32 +308,36 @@ class _Answer:
         if part.get("error"):
             raise EngineLostError(f"the upstream failed: {_message_of(part):.{_SHOWN}}")
         try:
-            return [*self._events(part)]
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            return write_deltas(self._events(part), choice)
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
             raise EngineFaultError(
                 f"the upstream sent another form of answer: {error!r}"
             ) from error
 
     def _events(self, part: Mapping[str, Any]) -> Iterator[ParserEvent]:
-        self.model = part.get("model") or self.model
-        self.usage = part.get("usage") or self.usage
+        self.model = _text(part.get("model")) or self.model
+        if usage := part.get("usage"):
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            self.prompt_tokens = _count(usage.get("prompt_tokens"))
+            self.cached_tokens = min(_count(cached), self.prompt_tokens)
+            self.completion_tokens = _count(usage.get("completion_tokens"))
         for choice in part.get("choices") or ():
             said = choice.get("delta") or choice.get("message") or {}
-            if text := said.get("reasoning_content") or said.get("reasoning"):
+            if text := _text(said.get("reasoning_content") or said.get("reasoning")):
                 self.reasoning += text
                 yield ReasoningEvent(text)
-            if text := said.get("content") or said.get("refusal"):
+            if text := _text(said.get("content") or said.get("refusal")):
                 self.content += text
                 yield TextEvent(text)
             for at, call in enumerate(said.get("tool_calls") or ()):
                 index, function = call.get("index", at), call.get("function") or {}
                 if is_new := index == len(self.calls):
-                    id_ = call.get("id") or new_call_id()
+                    id_ = _text(call.get("id")) or new_call_id()
                     self.calls.append({"id": id_, "name": "", "arguments": ""})
-                known, more = self.calls[index], function.get("arguments") or ""
+                known, more = self.calls[index], _text(function.get("arguments"))
                 known["arguments"] += more
                 if is_new:
-                    known["name"] = function["name"]
+                    known["name"] = _text(function["name"])
                     yield ToolCallEvent(index, known["id"], known["name"], more)
                 elif more:
                     yield ToolCallEvent(index, arguments=more)
@@ -341,7 +345,7 @@ class _Answer:
             if reason := choice.get("finish_reason"):
                 self.finish = _FINISHES.get(reason, sampling_pb2.FINISH_REASON_STOP)
                 stopped = choice.get("stop_reason")  # vLLM tells it
-                self.stop = stopped if isinstance(stopped, str) else ""
+                self.stop = _text(stopped) if isinstance(stopped, str) else ""
 
     def check(self) -> None:
         """Checks that the answer is complete.
@@ -359,22 +363,34 @@ class _Answer:
 
     def sample(self, sampling: sampling_pb2.SamplingParams, turn: Turn) -> Sample:
         """Returns the sample of the turn, without ids."""
-        cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        tokens = int(self.usage.get("completion_tokens") or len(self.logprobs))
         return Sample(
             _NO_IDS,
             _NO_LOGPROBS,
             (sampling_pb2.VersionSpan(engine_id=self.model),),
             self.finish,
             self.prompt_tokens,
-            int(cached),
+            self.cached_tokens,
             0,
             sampling=sampling,
             request_ids=turn.request_ids,
-            told=Told(tokens, self.logprobs),
+            told=Told(self.completion_tokens or len(self.logprobs), self.logprobs),
             begun_unix_ms=turn.begun_unix_ms,
             ended_unix_ms=max(clock.unix_ms(), turn.begun_unix_ms),
         )
+
+
+def _text(value: Any) -> str:
+    """Returns a text, in which half an emoji is U+FFFD. None is empty."""
+    if not isinstance(value, str | None):
+        raise TypeError(f"{value!r:.100} is no text")
+    return replace_surrogates(value or "")
+
+
+def _count(value: Any) -> int:
+    """Returns a number of tokens. None is 0."""
+    if not 0 <= (count := int(value or 0)) <= _MOST_TOKENS:
+        raise ValueError(f"{count} is no number of tokens")
+    return count
 
 
 async def _whole(response: "aiohttp.ClientResponse") -> bytes:
