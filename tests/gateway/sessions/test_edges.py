@@ -1,12 +1,14 @@
 """Edges that agents declare, over gRPC: durable, each once, early and late, until the close."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollmesh.client import SessionResult, Subscription
+from rollmesh.gateway import journal
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionClosedError
 from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
@@ -182,6 +184,30 @@ async def test_a_retry_by_another_name_during_the_answer_names_the_same_turn(
     turns = mesh.gateway.session(session.session_id).in_flight
     await until(lambda: [one.joins for one in turns] == [2])
     cut.gate.set()
+    await asyncio.gather(first, again)
+    await mesh.start_gateway()
+    (trajectory,) = (await closed(mesh, session)).trajectories
+    assert list(trajectory.segments[-1].model_request_ids) == ["one", "two"]
+
+
+async def test_a_retry_by_another_name_during_the_commit_is_named_once(
+    mesh: LiveMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await opened(mesh)
+    storing, go_on, insert = threading.Event(), threading.Event(), journal.insert_turn
+
+    def late(*given: Any) -> None:
+        storing.set()
+        assert go_on.wait(TIMEOUT_S)
+        insert(*given)
+
+    monkeypatch.setattr(journal, "insert_turn", late)
+    first = asyncio.create_task(ask(mesh, session, "do", "one"))
+    await until(storing.is_set)
+    again = asyncio.create_task(ask(mesh, session, "do", "two", retry_count=1))
+    turns = mesh.gateway.session(session.session_id).in_flight
+    await until(lambda: [one.joins for one in turns] == [2])
+    go_on.set()
     await asyncio.gather(first, again)
     await mesh.start_gateway()
     (trajectory,) = (await closed(mesh, session)).trajectories

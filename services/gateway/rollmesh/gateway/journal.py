@@ -329,7 +329,8 @@ def state_facts(tree: Tree, facts: Iterable[str]) -> None:
             case ["request", node_id, request_id]:
                 sample = tree.nodes[node_id].sample
                 assert sample is not None
-                sample.request_ids.append(request_id)
+                if request_id not in sample.request_ids:  # else it came during the commit
+                    sample.request_ids.append(request_id)
             case other:
                 raise ValueError(f"{other} is no fact")
 

@@ -313,8 +313,8 @@ class Registry:
         self._by_request_id: dict[str, asyncio.Future[SessionSpec]] = {}
         """The sessions that request ids opened, also while they are being written."""
         self._closed: set[str] = set()
-        self._opens = 0
-        """Number of new sessions that are being written to the journal."""
+        self._opens: dict[str, SessionSpec] = {}
+        """New sessions that are being written to the journal, by id."""
         self._closing: dict[str, tuple[bytes, asyncio.Future[list[str]]]] = {}
         """Closes that are being written to the journal, each with the digest of its request."""
         self._refusal: RollmeshError | None = None
@@ -338,7 +338,7 @@ class Registry:
     @property
     def booked_sessions(self) -> int:
         """Number of open sessions, including sessions that are being opened."""
-        return len(self._sessions) + self._opens
+        return len(self._sessions) + len(self._opens)
 
     @property
     def is_busy(self) -> bool:
@@ -414,8 +414,8 @@ class Registry:
 
     def leave(self) -> None:
         """Leaves the sessions to another gateway: their groups are no longer this one's."""
-        for session in self._sessions.values():
-            self._groups.remove(session.spec)
+        for spec in ({id_: one.spec for id_, one in self._sessions.items()} | self._opens).values():
+            self._groups.remove(spec)
         self._groups = GroupSizes()
 
     def session(self, session_id: str) -> Session:
@@ -514,7 +514,7 @@ class Registry:
             return spec
 
         def count(opening: asyncio.Future[SessionSpec]) -> None:
-            self._opens -= 1
+            del self._opens[session_id]
             if opening.cancelled() or opening.exception() is not None:
                 self._groups.remove(spec)
                 self._by_request_id.pop(spec.request_id, None)
@@ -524,7 +524,7 @@ class Registry:
         opening = begun(self.tasks, opened())
         if spec.request_id:
             self._by_request_id[spec.request_id] = opening
-        self._opens += 1
+        self._opens[session_id] = spec
         opening.add_done_callback(count)
         return await asyncio.shield(opening)
 

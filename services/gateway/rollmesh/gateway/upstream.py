@@ -63,8 +63,8 @@ _NO_IDS = np.empty(0, np.uint32)
 _NO_LOGPROBS = np.empty(0, np.float32)
 _FINISHES: Mapping[object, Finish] = {"length": sampling_pb2.FINISH_REASON_LENGTH}
 _LARGEST = 64 * 1024 * 1024  # of an answer, and of a line of a stream, bytes
-_MOST_TOKENS = 2**31 - 1
 _SHOWN = 300
+_UNFINISHED = "the upstream ended an answer before its finish_reason"
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
 _OLD_LIMIT, _NEW_LIMIT = "max_tokens", "max_completion_tokens"
 _OF_IDS = ("allowed_token_ids", "bad_sequences")
@@ -199,8 +199,10 @@ async def run_text_turn(
     if turn.is_limited and answer.finish == sampling_pb2.FINISH_REASON_LENGTH:
         reasons.add(trajectory_pb2.FIDELITY_REASON_BUDGET)
     new = Prompt(match, [(group, _NO_IDS.copy(), ()) for group in groups], _NO_IDS, None)
+    calls = tuple([ToolCall(**call) for call in answer.calls])
+    message = Message("assistant", answer.content, calls, reasoning=answer.reasoning)
     sample = answer.sample(sampling, turn)
-    return await commit(store, session, turn, new, answer.message(), sample, frozenset(reasons))
+    return await commit(store, session, turn, new, message, sample, frozenset(reasons))
 
 
 async def _answer(
@@ -212,20 +214,22 @@ async def _answer(
     until = time.monotonic() + deps.config.lease_timeout_ms / 1000
     while True:
         answer = _Answer()
+        why: RollmeshError = EngineLostError(_UNFINISHED)
         try:
             async with aclosing(deps.upstream.parts(body)) as parts:
                 async for part in parts:
                     turn.emit(answer.read(part, turn.choice))
-            answer.check()
         except (EngineLostError, EnginesBusyError) as error:
-            wait_s = max((error.retry_delay_ms or 0) / 1000, backoff.next_s())
-            has_begun = answer.content or answer.reasoning or answer.calls or answer.finish
-            if has_begun or time.monotonic() + wait_s > until:
-                raise
-            await asyncio.sleep(wait_s)
-            continue
-        turn.sampled, turn.stop = True, answer.stop
-        return answer
+            why = error
+        else:
+            if answer.finish:
+                turn.sampled, turn.stop = True, answer.stop
+                return answer
+        wait_s = max((why.retry_delay_ms or 0) / 1000, backoff.next_s())
+        has_begun = answer.content or answer.reasoning or answer.calls or answer.finish
+        if has_begun or time.monotonic() + wait_s > until:
+            raise why
+        await asyncio.sleep(wait_s)
 
 
 def _body(
@@ -318,9 +322,11 @@ class _Answer:
         self.model = _text(part.get("model")) or self.model
         if usage := part.get("usage"):
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-            self.prompt_tokens = _count(usage.get("prompt_tokens"))
-            self.cached_tokens = min(_count(cached), self.prompt_tokens)
-            self.completion_tokens = _count(usage.get("completion_tokens"))
+            counts = usage.get("prompt_tokens"), cached, usage.get("completion_tokens")
+            found = [int(one or 0) for one in counts]
+            if min(found) < 0 or max(found) >= 2**31:
+                raise ValueError(f"{found} are no numbers of tokens")
+            self.prompt_tokens, self.cached_tokens, self.completion_tokens = found
         for choice in part.get("choices") or ():
             said = choice.get("delta") or choice.get("message") or {}
             if text := _text(said.get("reasoning_content") or said.get("reasoning")):
@@ -347,20 +353,6 @@ class _Answer:
                 stopped = choice.get("stop_reason")  # vLLM tells it
                 self.stop = _text(stopped) if isinstance(stopped, str) else ""
 
-    def check(self) -> None:
-        """Checks that the answer is complete.
-
-        Raises:
-            EngineLostError: It ended early.
-        """
-        if not self.finish:
-            raise EngineLostError("the upstream ended an answer before its finish_reason")
-
-    def message(self) -> Message:
-        """Returns the complete message."""
-        calls = tuple([ToolCall(**call) for call in self.calls])
-        return Message("assistant", self.content, calls, reasoning=self.reasoning)
-
     def sample(self, sampling: sampling_pb2.SamplingParams, turn: Turn) -> Sample:
         """Returns the sample of the turn, without ids."""
         return Sample(
@@ -369,7 +361,7 @@ class _Answer:
             (sampling_pb2.VersionSpan(engine_id=self.model),),
             self.finish,
             self.prompt_tokens,
-            self.cached_tokens,
+            min(self.cached_tokens, self.prompt_tokens),
             0,
             sampling=sampling,
             request_ids=turn.request_ids,
@@ -381,16 +373,7 @@ class _Answer:
 
 def _text(value: Any) -> str:
     """Returns a text, in which half an emoji is U+FFFD. None is empty."""
-    if not isinstance(value, str | None):
-        raise TypeError(f"{value!r:.100} is no text")
     return replace_surrogates(value or "")
-
-
-def _count(value: Any) -> int:
-    """Returns a number of tokens. None is 0."""
-    if not 0 <= (count := int(value or 0)) <= _MOST_TOKENS:
-        raise ValueError(f"{count} is no number of tokens")
-    return count
 
 
 async def _whole(response: "aiohttp.ClientResponse") -> bytes:
