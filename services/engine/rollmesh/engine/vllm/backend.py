@@ -456,16 +456,16 @@ class VllmBackend:
 
         threading.Thread(target=load, name="vllm", daemon=True).start()
         try:
-            return await asyncio.shield(asyncio.wrap_future(loaded))
+            return await asyncio.shield(waiting := asyncio.wrap_future(loaded))
         except asyncio.CancelledError:
             for _ in range(_LOOKS):
-                if loaded.done():
+                if waiting.done():
                     break
                 for process in multiprocessing.active_children():
                     process.kill()
                 await asyncio.sleep(_LOOK_S)
-            if loaded.done() and not loaded.exception():
-                await asyncio.to_thread(loaded.result().shutdown)
+            if waiting.done() and not waiting.exception():  # else asyncio would log the error
+                await asyncio.to_thread(waiting.result().shutdown)
             raise
 
     async def watch(self) -> None:
