@@ -193,8 +193,9 @@ async def test_a_consumer_that_never_reads_loses_its_stream_and_no_delivery(
 ) -> None:
     async with stub_at(tmp_path, unread_timeout_ms=1_000) as stub:
         await ingest(stub, UNITS)
-        async with subscribing(stub, credits_=MANY) as slow:
-            await filled(stub, "trainer")
+        async with subscribing(stub) as slow:
+            await slow.opened()
+            await slow.grant(MANY)
 
             async def is_closed() -> bool:
                 return (await standing(stub, "trainer")).streams == 0
