@@ -258,8 +258,7 @@ class FailureHandler(logging.Handler):
 
 # Starts vLLM with the arguments of rollmesh and those that the user passes through.
 
-_LOOK_S = 0.1
-_LOOKS = 100
+_LOOK_S, _LOOKS = 0.1, 100
 _LOGPROBS_MODES = {"raw": "raw_logprobs", "sampled": "processed_logprobs"}
 
 
@@ -454,9 +453,10 @@ class VllmBackend:
                 loaded.set_exception(error)
             self._ended.wait()
 
+        waiting = asyncio.wrap_future(loaded)
         threading.Thread(target=load, name="vllm", daemon=True).start()
         try:
-            return await asyncio.shield(waiting := asyncio.wrap_future(loaded))
+            return await asyncio.shield(waiting)
         except asyncio.CancelledError:
             for _ in range(_LOOKS):
                 if waiting.done():
