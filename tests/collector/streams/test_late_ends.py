@@ -37,11 +37,12 @@ async def test_a_stream_closed_after_the_tasks_of_its_collector_leaves_nothing_u
     gc.collect()  # a coroutine that nothing awaited would fail this test
 
 
+@pytest.mark.parametrize("is_over", [True, False], ids=["moved", "being moved"])
 async def test_a_unit_that_was_judged_before_its_consumer_was_moved_is_judged_again(
-    tmp_path: Path,
+    tmp_path: Path, *, is_over: bool
 ) -> None:
     """The trainer goes back to a checkpoint while a unit is loaded that was too old for it."""
-    last = asyncio.Event()
+    last, begun = asyncio.Event(), asyncio.Event()
     async with sqlite_store(tmp_path) as store, asyncio.TaskGroup() as tasks:
         streams = Subscriptions(store, tasks)
         rules = pb.DeliveryFilter(max_policy_lag=1)
@@ -52,11 +53,16 @@ async def test_a_unit_that_was_judged_before_its_consumer_was_moved_is_judged_ag
         await store.create_checkpoint(saved, 0)
         await streams.update(pb.Consumer(name="c", policy_version=5))
         await fill(store, [record("s")])
-        load, restored = store.load, pb.RestoreCheckpointRequest(consumer="c", checkpoint_id="k")
+        load, back = store.load, pb.RestoreCheckpointRequest(consumer="c", checkpoint_id="k")
+
+        async def restored() -> object:
+            begun.set()
+            return await store.restore_checkpoint(back)
 
         async def moved_meanwhile(*args: Any) -> Any:
             found = await load(*args)
-            await streams.move("c", store.restore_checkpoint(restored))
+            moving = tasks.create_task(streams.move("c", restored()))
+            await (moving if is_over else begun.wait())
             return found
 
         store.load = moved_meanwhile  # type: ignore[assignment, method-assign]
