@@ -62,7 +62,9 @@ async def test_a_unit_that_was_judged_before_its_consumer_was_moved_is_judged_ag
         async def moved_meanwhile(*args: Any) -> Any:
             found = await load(*args)
             moving = tasks.create_task(streams.move("c", restored()))
-            await (moving if is_over else begun.wait())
+            await begun.wait()
+            if is_over:
+                await moving
             return found
 
         store.load = moved_meanwhile  # type: ignore[assignment, method-assign]
