@@ -21,7 +21,7 @@ async def test_it_shows_members_sessions_and_consumers(mesh: Mesh) -> None:
     async with mesh.client() as client:
         await client.open_run(6)
         await client.push_weights({"w": np.zeros(1, np.float32)}, 6)
-        await client.pin_weights("math evaluation", number_of(1, 6), 60)
+        await client.pin_weights("math evaluation", number_of(1, 6), 3_600)
         async with client.session(group_id="g", group_size=1) as session:
             session.reward = 1.0
         async with client.subscribe("trainer") as groups:

@@ -20,6 +20,11 @@ from tests.scorer.sessions import REWARD, unscored
 from tests.waiting import until
 
 STORE = "rollmesh.collector.postgres"
+DIES = (
+    "UPDATE collectors SET alive_until = clock_timestamp()"
+    " WHERE id IN (SELECT scorer FROM sessions)"
+)
+"""The collector that has to score sessions is no longer alive."""
 HOUR_MS = 3_600_000
 
 
@@ -84,10 +89,9 @@ async def test_sessions_that_a_dead_collector_had_to_score_are_scored_by_another
     monkeypatch.setattr("rollmesh.collector.scoring._TAKE_OVER_S", 0.1)
     async with served(service) as scorer:
         async with stub_at(tmp_path, store=database.url, scorer=scorer) as heir:
-            with monkeypatch.context() as patch:
-                patch.setattr(f"{STORE}._ALIVE_MS", 1)
-                async with postgres_store(database.url) as dead:
-                    await dead.ingest([Arrival(unscored("a"), HOUR_MS)], clock.steady_unix_ms())
+            async with postgres_store(database.url) as dead:
+                await dead.ingest([Arrival(unscored("a"), HOUR_MS)], clock.steady_unix_ms())
+            await asyncio.to_thread(database.sql, DIES)
             async with subscribing(heir, credits_=1) as stream:
                 assert await stream.delivered(1) == ["a"]
     assert service.calls == {"a": 1}
