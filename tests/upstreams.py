@@ -21,6 +21,8 @@ class Server:
     """The bodies of all requests."""
     failures: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """Status and body of the next answers, before it answers well again."""
+    retry_after: str = "0"
+    """What those with an error say."""
     cuts: int = 0
     """Number of the next streams that it cuts after their first text."""
     started: asyncio.Event = field(default_factory=asyncio.Event)
@@ -39,7 +41,7 @@ class Server:
         self.started.set()
         if self.failures:
             status, told = self.failures.pop(0)
-            return web.json_response(told, status=status, headers={"retry-after": "0"})
+            return web.json_response(told, status=status, headers={"retry-after": self.retry_after})
         message, finish = answer_to(body)
         if body["messages"][-1]["content"] == "wait":
             try:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from rollmesh.mesh import Answer, EngineClients
+from rollmesh.runtime.codec import EXPERTS, experts_column, pack_ids
 from rollmesh.runtime.errors import (
     DeadlineError,
     EngineFaultError,
@@ -63,6 +65,27 @@ async def rest(answer: Answer) -> Result:
 async def messages_of(call: Any) -> list[engine_pb2.GenerationsResponse]:
     async with aclosing(read_stream(call)) as messages:
         return [message async for message in messages]
+
+
+async def test_waiting_messages_are_bounded_by_the_tokens_and_rows_that_were_requested(
+    clients: EngineClients,
+) -> None:
+    sampling = sampling_pb2.SamplingParams(max_tokens=1)
+    generate = engine_pb2.GenerateRequest(
+        token_ids_u32le=pack_ids(np.arange(500, dtype=np.uint32)), sampling=sampling, columns=[EXPERTS]
+    )
+    request = engine_pb2.StreamedGenerate(generate=generate)
+    row = experts_column(0, np.zeros((1, 1, 1), np.uint8))
+    with clients.of("127.0.0.1:9").begin(request, 60_000, {}) as answer:
+        for _ in range(501):
+            answer.put(engine_pb2.TokenChunk(columns=[row]))
+        answer.put(engine_pb2.TokenChunk(finish=engine_pb2.GenerateFinish()))
+        messages = [await answer.next() for _ in range(502)]
+        assert messages[-1].HasField("finish")
+        for _ in range(600):
+            answer.put(engine_pb2.TokenChunk(columns=[row]))
+        with pytest.raises(EngineFaultError, match="more messages than were requested"):
+            await rest(answer)
 
 
 async def test_the_tokens_of_a_step_travel_in_one_message(engine: Engine) -> None:

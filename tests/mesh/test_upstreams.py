@@ -210,6 +210,12 @@ async def test_the_upstream_fails_as_an_engine_does(mesh: Mesh, server: Server) 
 
             server.failures += [(429, {}), (503, {"error": {"message": "busy"}})]
             assert (await ask("one")).choices[0].message.content == "You said one."
+            server.failures.append((429, {}))
+            server.retry_after = "9" * 400
+            once = agent.with_options(max_retries=0)
+            with pytest.raises(openai.RateLimitError) as busy:
+                await once.chat.completions.create(model=MODEL, messages=HI)
+            assert busy.value.response.headers["retry-after"] == "120"
             too_long = {"error": {"message": "too long", "code": "context_length_exceeded"}}
             server.failures.append((400, too_long))
             with pytest.raises(openai.BadRequestError) as refused:

@@ -7,6 +7,7 @@ import pytest
 from openai.types.chat import completion_create_params
 
 from rollmesh.runtime.codec import text_of
+from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2
 from tests.sidecar import reading
 from tests.sidecar.parameters import fields_of_sdk
@@ -37,6 +38,14 @@ def image(**url: Any) -> list[Any]:
 
 def schema(**members: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": members}}
+
+
+@pytest.mark.parametrize("key", ["hello", "-1", str(2**31), "9" * 5_000])
+def test_a_bias_of_no_token_id_is_refused(key: str) -> None:
+    with pytest.raises(InvalidFieldError, match="is not a token id") as caught:
+        read(logit_bias={key: 1})
+    assert caught.value.field == "logit_bias"
+    assert len(caught.value.message) < 200
 
 
 def test_every_parameter_of_the_openai_sdk_is_in_the_table() -> None:

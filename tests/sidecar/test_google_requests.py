@@ -235,6 +235,13 @@ def test_schemas_become_json_schemas() -> None:
     assert tool == {"type": "function", "function": {"name": "f", "parameters": expected}}
 
 
+@pytest.mark.parametrize("count", ["9" * 5_000, "\u0663", "1.0"])
+def test_a_count_that_is_no_64_bit_integer_stays_as_it_is(count: str) -> None:
+    schema = {"type": "ARRAY", "minItems": count}
+    found = config(responseMimeType="application/json", responseSchema=schema).json_format
+    assert orjson.loads(found.schema_json) == {"type": "array", "minItems": count}
+
+
 @pytest.mark.parametrize("name", ["responseJsonSchema", "_responseJsonSchema"])
 def test_a_json_schema_is_taken_as_it_is(name: str) -> None:
     schema = {"type": "object", "properties": {"a_b": {"type": "integer"}}}

@@ -267,7 +267,7 @@ _INTEGERS = ("top_k", "min_tokens", "seed")
 _OFF = {"top_k": 0, "seed": None}  # the meaning of -1 in vLLM
 _ID_LISTS = (("stop_token_ids", 0, 64), ("allowed_token_ids", 1, 4096))
 """Lists of token ids, with the fewest and the most of each."""
-_MAX_BIASES, _MOST_BIAS = 1024, 100.0
+_MAX_BIASES, _MOST_BIAS, _MOST_ID_DIGITS = 1024, 100.0, 10
 _MAX_STOPS = 16
 _MAX_TOP_LOGPROBS = 20
 
@@ -305,8 +305,8 @@ def read_sampling(body: Mapping[str, Any], limits: Sequence[str]) -> sampling_pb
     if not isinstance(biases, dict | None) or len(biases or ()) > _MAX_BIASES:
         raise InvalidFieldError("logit_bias", f"give an object of at most {_MAX_BIASES} token ids")
     for key, bias in (biases or {}).items():
-        if not key.isdecimal() or int(key) >= 2**31:
-            raise InvalidFieldError("logit_bias", f"{key!r} is not a token id")
+        if not key.isdecimal() or len(key) > _MOST_ID_DIGITS or int(key) >= 2**31:
+            raise InvalidFieldError("logit_bias", f"{key!r:.80} is not a token id")
         value = number(bias, f"logit_bias.{key}", -math.inf, math.inf)
         result.logit_bias[int(key)] = min(max(value, -_MOST_BIAS), _MOST_BIAS)  # as in vLLM
     return result

@@ -198,7 +198,7 @@ def _schema(schema: Any, field: str) -> dict[str, Any]:
         elif name == "anyOf":
             forms = body.entries(value, where, body.MAX_TOOLS, "schemas")
             result[name] = [_schema(one, f"{where}[{at}]") for at, one in enumerate(forms)]
-        elif name in _COUNTS and isinstance(value, str) and value.isdecimal():
+        elif name in _COUNTS and isinstance(value, str) and re.fullmatch("[0-9]{1,19}", value):
             result[name] = int(value)  # 64-bit integers are strings
         elif name != "format" or value not in _OPENAPI_FORMATS:
             result[_RENAMED.get(name, name)] = value

@@ -87,6 +87,7 @@ async def test_a_session_is_shown_in_pages(mesh: LiveMesh) -> None:
     for wrong, field in (
         ({"page_token": "x"}, "page_token"),
         ({"page_token": "999"}, "page_token"),
+        ({"page_token": "9" * 5_000}, "page_token"),
         ({"page_size": 1001}, "page_size"),
     ):
         request = gateway_pb2.GetSessionRequest(session_id=session.session_id, **wrong)

@@ -244,6 +244,18 @@ def test_a_wait_ends_in_time_once_an_engine_samples(state: dict[str, Any], endin
     assert ended(leases, 200) == {"1": "ENGINES_BUSY"}
 
 
+def test_a_prolonged_wait_goes_on_for_as_long_at_other_engines() -> None:
+    leases = resting({"sleeping": True})
+    assert acquire(leases, "g", "1", "t", wait_ms=100, suspended_wait_ms=1000) is None
+    assert ended(leases, 100) == {}
+    leases.engines["b"].reports["g"] = "it lies"
+    leases.judge(leases.engines["b"])
+    change(leases, "a", sleeping=False)
+    assert ended(leases, 150) == {}
+    leases.release("g", "held-0")
+    assert ended(leases, 160) == {"1": "a"}
+
+
 @pytest.mark.parametrize(
     "state",
     [

@@ -5,7 +5,12 @@ import asyncio
 import pytest
 
 from rollmesh.router import Member, Members
-from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, ReplicaIdInUseError
+from rollmesh.runtime.errors import (
+    DeadlineError,
+    InvalidFieldError,
+    ReplicaIdInUseError,
+    ShuttingDownError,
+)
 from rollmesh.v1 import router_pb2, sampling_pb2
 
 
@@ -95,3 +100,26 @@ async def test_engines_of_a_model_have_log_probs_of_one_distribution() -> None:
     await members.join(engine("c", sampled, "other"))
     await members.join(engine("d", sampling_pb2.LOGPROBS_MODE_UNSPECIFIED))
     assert members.has(first)
+
+
+async def test_all_streams_end_although_a_member_falls_silent_at_the_same_moment() -> None:
+    members = Members(missed_reports=2)
+    ends = []
+
+    async def stream(member: Member) -> None:
+        try:
+            async with members.reporting(member):
+                await asyncio.Event().wait()
+        except ShuttingDownError as error:
+            ends.append(error.message)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        silent = await members.join(hello("a", 1))
+        for member in (silent, await members.join(hello("b", 1_000))):
+            tasks.create_task(stream(member))
+        await asyncio.sleep(0)
+        assert silent.stream is not None
+        silent.stream.reschedule(0)
+        await asyncio.sleep(0)
+        members.end(ShuttingDownError("the router stops"))
+    assert ends == ["the router stops"] * 2

@@ -99,6 +99,34 @@ async def test_after_a_refused_push_a_late_engine_gets_the_weights_of_the_others
         assert late.taken == [(1, FIRST)]
 
 
+async def test_other_weights_never_get_a_version_that_an_engine_may_have_loaded(
+    tmp_path: Path,
+) -> None:
+    async with running_router(tmp_path) as router:
+        async with noting_engine(router.address, "engine") as engine:
+            await push(router.address, 1, FIRST)
+            engine.hangs.clear()
+            unknown = asyncio.create_task(push(router.address, 2, SECOND))
+            await until(lambda: engine.calls == 2)
+            engine.refuses = True
+            later = asyncio.create_task(push(router.address, 3, THIRD))
+            await until(lambda: engine.calls == 3)
+            engine.hangs.set()
+            reasons = [reason_of((await one).results[0]) for one in (unknown, later)]
+            assert reasons == ["SUPERSEDED", "INVALID_WEIGHTS"]
+            with pytest.raises(StaleVersionError, match="2 is not above 2"):
+                await push(router.address, 2, THIRD)
+    async with running_router(tmp_path, port=router.port) as router, sdk(router) as client:
+        async with noting_engine(router.address, "engine") as engine:
+            await engine.until_taken(1)
+            with pytest.raises(StaleVersionError, match="2 is not above 2"):
+                await push(router.address, 2, THIRD)
+            await push(router.address, 3, THIRD)
+            assert engine.taken == [(1, FIRST), (3, THIRD)]
+            await client.forget_weights()
+            await push(router.address, 1, FIRST)
+
+
 async def test_a_router_killed_during_a_push_keeps_the_former_weights(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(running_router(tmp_path))

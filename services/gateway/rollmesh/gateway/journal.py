@@ -8,7 +8,7 @@ import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -539,14 +539,9 @@ def _known(enum: Any, number: Any) -> Any:
     Raises:
         ValueError: The enum has no such number, so the row is damaged.
     """
-    if number not in _numbers(enum):
+    if number not in enum.DESCRIPTOR.values_by_number:
         raise ValueError(f"{number} is not a {enum.DESCRIPTOR.name}")
     return number
-
-
-@cache
-def _numbers(enum: Any) -> frozenset[int]:
-    return frozenset(enum.values())
 
 
 def _message(fields: dict[str, Any]) -> Message:

@@ -984,7 +984,7 @@ class ChatCall:
         for turn in turns:
             if turn.node is not None:
                 metrics.REPLAYED_ANSWERS.inc()
-                await registry.mark_replayed(session, turn, turn.node)
+                await begun(registry.tasks, registry.mark_replayed(session, turn, turn.node))
         return turns
 
     async def _final(

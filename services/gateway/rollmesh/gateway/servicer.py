@@ -21,7 +21,7 @@ from rollmesh.gateway.starts import read_start
 from rollmesh.gateway.tenancy import Gateway
 from rollmesh.gateway.turn import count_tokens
 from rollmesh.gateway.upstream import UpstreamDeps, check_chat
-from rollmesh.runtime import clock
+from rollmesh.runtime import begun, clock
 from rollmesh.runtime.codec import KINDS, check_ranges
 from rollmesh.runtime.errors import (
     InvalidFieldError,
@@ -202,7 +202,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> gateway_pb2.WithdrawAnswerResponse:
         registry, session = self._session(request.session_id, request.session_key)
         session.used_ms = clock.monotonic_ms()
-        await registry.withdraw(session, request.answer_id)
+        await begun(registry.tasks, registry.withdraw(session, request.answer_id))
         return gateway_pb2.WithdrawAnswerResponse()
 
     async def DeclareLineage(
@@ -291,7 +291,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         registry = self.gateway.of(request.session_id)
         session = registry.session(request.session_id)
         most, token = _page_size(request.page_size, _MAX_PAGE), request.page_token
-        after = int(token) if token.isdecimal() else 0
+        after = int(token) if token.isdecimal() and len(token) <= _MAX_ID_CHARS else 0
         if token and after not in session.tree.nodes:
             raise InvalidFieldError("page_token", "give the next_page_token of the previous page")
         response = gateway_pb2.GetSessionResponse(session=write_session(session))
@@ -381,14 +381,18 @@ class GatewayAdminServicer(gateway_admin_pb2_grpc.GatewayAdminServiceServicer):
         self, request: pb.RetryDeadLetterRequest, context: Context
     ) -> pb.RetryDeadLetterResponse:
         registry = self._gateway().of(request.session_id)
-        await self._repeats.once(request, lambda: registry.retry_dead_letter(request.session_id))
+        revived = self._repeats.once(
+            request, lambda: registry.retry_dead_letter(request.session_id)
+        )
+        await begun(registry.tasks, revived)
         return pb.RetryDeadLetterResponse()
 
     async def DropDeadLetter(
         self, request: pb.DropDeadLetterRequest, context: Context
     ) -> pb.DropDeadLetterResponse:
-        outbox = self._gateway().of(request.session_id).outbox
-        await self._repeats.once(request, lambda: outbox.drop(request.session_id))
+        registry = self._gateway().of(request.session_id)
+        dropped = self._repeats.once(request, lambda: registry.outbox.drop(request.session_id))
+        await begun(registry.tasks, dropped)
         return pb.DropDeadLetterResponse()
 
 

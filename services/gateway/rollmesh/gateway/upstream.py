@@ -427,7 +427,8 @@ async def _refusal(response: "aiohttp.ClientResponse") -> RollmeshError:
         return InvalidMessagesError("messages", f"the upstream refused the request: {said}")
     if status in {408, 409, 425, 429}:
         after = response.headers.get("retry-after", "")
-        delay_ms = int(float(after) * 1000) if after.replace(".", "", 1).isdecimal() else 1000
+        is_number = after.replace(".", "", 1).isdecimal()
+        delay_ms = int(min(float(after), 3600) * 1000) if is_number else 1000
         return EnginesBusyError(
             f"the upstream has no room ({status}); try again", retry_delay_ms=delay_ms
         )

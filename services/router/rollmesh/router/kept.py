@@ -95,7 +95,8 @@ class KeptWeights:
     def last_version(self) -> int:
         """The version that the next push must exceed, and that no engine exceeds."""
         offered = self.offered.policy_version if self.offered is not None else 0
-        return max(self.target_version, offered, start_of(self.run("")) - 1)
+        replaced = self.state.replaced_version
+        return max(self.target_version, offered, replaced, start_of(self.run("")) - 1)
 
     def run(self, adapter: str) -> sampling_pb2.PolicyRun:
         """Returns the current run of the model's weights, or of an adapter."""
@@ -196,7 +197,9 @@ class KeptWeights:
             offered = peers_pb2.KeptAdapter(header=header)
             self.store(adapters=sorted([*self.state.adapters, offered], key=_order))
         else:
-            self.store(offered=header, request_id=request_id)
+            replaced = self.offered.policy_version if self.offered is not None else 0
+            replaced = max(replaced, self.state.replaced_version)
+            self.store(offered=header, request_id=request_id, replaced_version=replaced)
 
     def accept(self, header: Header) -> None:
         """Makes offered weights current, or an offered adapter retained as by `with_adapter`.

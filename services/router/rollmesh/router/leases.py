@@ -215,10 +215,12 @@ class Queue:
             del self.lines[request.slots]
 
     def change(self, request: Request, choice: Choice) -> None:
-        """Lets a request wait for other slots."""
+        """Lets a request wait for other slots, until the same time."""
+        until = self.deadlines.key(request)
         self.remove(request)
         request.choice, request.awaited = choice, None
         self.add(request)
+        self.deadlines.set(request, until)
 
     def next(self) -> Request | None:
         """Returns the request that gets a slot now, or None if none waits for a free one."""

@@ -218,7 +218,7 @@ class Members:
         """Ends the streams of all members with an error."""
         self._error = error
         for member in self._members.values():
-            if member.stream is not None:
+            if member.stream is not None and not member.stream.expired():
                 member.stream.reschedule(0)
 
     async def watch(self) -> None:

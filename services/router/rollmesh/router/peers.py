@@ -149,7 +149,8 @@ class Peers(peers_pb2_grpc.PeerServiceServicer):
         request = peers_pb2.FetchWeightsRequest(model=kept.model, push_id=header.push_id)
         call = stub.FetchWeights(request, timeout=self._config.control_timeout_ms / 1000)
         async with aclosing(read_stream(call)) as responses:
-            await receive(kept, header, _chunks(responses), 0, self._config.push_silence_ms)
+            chunks = (one.safetensors_chunk async for one in responses)
+            await receive(kept, header, chunks, 0, self._config.push_silence_ms)
         await asyncio.to_thread(kept.keep_part, header)
 
 
@@ -178,10 +179,3 @@ async def receive(
     except BaseException:
         await asyncio.to_thread(kept.discard_part, header)
         raise
-
-
-async def _chunks(
-    responses: AsyncIterator[peers_pb2.FetchWeightsResponse],
-) -> AsyncIterator[bytes]:
-    async for response in responses:
-        yield response.safetensors_chunk

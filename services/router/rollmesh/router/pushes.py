@@ -229,8 +229,8 @@ class Pushes:
         async with self._models.lock(model):
             kept = self._models.kept(model)
             former = kept.target_version
-            forgotten = {"current": None, "offered": None, "request_id": "", "bases": ()}
-            await asyncio.to_thread(kept.store, **forgotten)
+            forgotten = ("current", "offered", "request_id", "bases", "replaced_version")
+            await asyncio.to_thread(kept.store, **dict.fromkeys(forgotten))
             self._models.show(kept)
         await self.peers.share()
         _log.warning("kept weights forgotten", extra=fields(model=model, policy_version=former))

@@ -31,7 +31,7 @@ class Answer:
     """The messages of one generation, as they arrive.
 
     They wait here for their reader, and no other generation waits for it. They are bounded by the
-    tokens that were requested.
+    tokens that were requested, and by the rows of the requested columns.
     """
 
     request_id: str
@@ -67,7 +67,7 @@ class Answer:
         self.heard_ms = clock.monotonic_ms()
         if self.most and len(self._messages) >= self.most:
             self._messages.popleft()
-            message = EngineFaultError("the engine sent more messages than tokens were requested")
+            message = EngineFaultError("the engine sent more messages than were requested")
         self._messages.append(message)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
@@ -121,12 +121,13 @@ class EngineClient:
         if generate.images:
             self.images.fill(generate.images, images)
         most = generate.sampling.max_tokens
+        rows = len(generate.columns) * (len(generate.token_ids_u32le) // 4 + most)
 
         def abort() -> None:
             if number in self._answers:
                 self._message().abort.append(number)
 
-        answer = Answer(generate.request_id, most and most + 2, abort)
+        answer = Answer(generate.request_id, most and most + rows + 2, abort)
         begin = self._message(request.ByteSize()).begin.add(
             number=number,
             timeout_ms=min(timeout_ms, _MOST_MS),

@@ -409,7 +409,8 @@ class Failover:
             suspect = stack.enter_context(suspects.attempt(asked))
             order.waiting = waiting = asyncio.timeout(None)
             try:
-                async with waiting:
+                # A stop in quarantine leaves the lease by an error: the engine answered nothing.
+                async with waiting, AsyncExitStack() as holds:
                     lease = self._leases.lease(
                         session_id=order.session_id,
                         group_id=order.group_id,
@@ -418,8 +419,9 @@ class Failover:
                         deadline_ms=order.lease_timeout_ms,
                         suspended_ms=order.left_ms,
                     )
-                    grant = await stack.enter_async_context(lease)
+                    grant = await holds.enter_async_context(lease)
                     await suspects.isolate(suspect, order.left_ms)
+                    stack.push_async_exit(holds.pop_all())
             except TimeoutError:
                 if not waiting.expired():
                     raise

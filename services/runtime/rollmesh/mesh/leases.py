@@ -439,7 +439,7 @@ class LeaseClient(Background):
         self._connected = asyncio.Event()
         self.offered = OfferedVersions()
         """The policy versions that the router has offered."""
-        self.on_silent: Callable[[str], None] = _ignore
+        self.on_silent: Callable[[str], None] = lambda _: None
         """Called with the address of an engine that is leased and has stopped reporting."""
 
     @asynccontextmanager
@@ -643,7 +643,3 @@ class LeaseClient(Background):
             self._connected.set()
         if former is not None and former.is_up:
             former.leave()  # it frees the leases of this gateway
-
-
-def _ignore(_: str) -> None:
-    """Listens to nothing."""

@@ -211,6 +211,7 @@ async def test_a_stop_ends_the_wait_in_quarantine() -> None:
             order.stop(sampling_pb2.FINISH_REASON_ABORT)
             assert await waiting == ([], [])
     assert not fleet.requests
+    assert not fleet.outcomes  # nothing is known of the engine
 
 
 async def test_suspects_of_two_models_run_at_the_same_time() -> None:

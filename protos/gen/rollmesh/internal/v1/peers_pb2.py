@@ -27,7 +27,7 @@ from rollmesh.v1 import router_pb2 as rollmesh_dot_v1_dot_router__pb2
 from rollmesh.v1 import sampling_pb2 as rollmesh_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollmesh/internal/v1/peers.proto\x12\x14rollmesh.internal.v1\x1a\x18rollmesh/v1/engine.proto\x1a\x18rollmesh/v1/router.proto\x1a\x1arollmesh/v1/sampling.proto\"\xbd\x02\n\x0bKeptWeights\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12\x31\n\x07\x63urrent\x18\x03 \x01(\x0b\x32 .rollmesh.v1.UpdateWeightsHeader\x12\x31\n\x07offered\x18\x04 \x01(\x0b\x32 .rollmesh.v1.UpdateWeightsHeader\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x33\n\x08\x61\x64\x61pters\x18\x06 \x03(\x0b\x32!.rollmesh.internal.v1.KeptAdapter\x12/\n\x05\x62\x61ses\x18\x07 \x03(\x0b\x32 .rollmesh.v1.UpdateWeightsHeader\x12-\n\x04runs\x18\x08 \x03(\x0b\x32\x1f.rollmesh.internal.v1.OpenedRun\"D\n\tOpenedRun\x12#\n\x03run\x18\x01 \x01(\x0b\x32\x16.rollmesh.v1.PolicyRun\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"K\n\x0bKeptAdapter\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.AdapterHeader\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\"\x18\n\x16ListKeptWeightsRequest\"y\n\x17ListKeptWeightsResponse\x12/\n\x04kept\x18\x01 \x03(\x0b\x32!.rollmesh.internal.v1.KeptWeights\x12-\n\x04pins\x18\x02 \x03(\x0b\x32\x1f.rollmesh.internal.v1.ModelPins\"P\n\tModelPins\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x04pins\x18\x02 \x03(\x0b\x32\x16.rollmesh.v1.WeightPin\x12\x0e\n\x06pushes\x18\x03 \x01(\r\"5\n\x13\x46\x65tchWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07push_id\x18\x02 \x01(\t\"1\n\x14\x46\x65tchWeightsResponse\x12\x19\n\x11safetensors_chunk\x18\x01 \x01(\x0c\"\x14\n\x12SyncWeightsRequest\"\x15\n\x13SyncWeightsResponse2\xca\x02\n\x0bPeerService\x12n\n\x0fListKeptWeights\x12,.rollmesh.internal.v1.ListKeptWeightsRequest\x1a-.rollmesh.internal.v1.ListKeptWeightsResponse\x12g\n\x0c\x46\x65tchWeights\x12).rollmesh.internal.v1.FetchWeightsRequest\x1a*.rollmesh.internal.v1.FetchWeightsResponse0\x01\x12\x62\n\x0bSyncWeights\x12(.rollmesh.internal.v1.SyncWeightsRequest\x1a).rollmesh.internal.v1.SyncWeightsResponseBX\n\x14rollmesh.internal.v1P\x01Z\'rollmesh/internal/v1;rollmeshinternalv1\xaa\x02\x14Rollmesh.Internal.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollmesh/internal/v1/peers.proto\x12\x14rollmesh.internal.v1\x1a\x18rollmesh/v1/engine.proto\x1a\x18rollmesh/v1/router.proto\x1a\x1arollmesh/v1/sampling.proto\"\xd7\x02\n\x0bKeptWeights\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12\x31\n\x07\x63urrent\x18\x03 \x01(\x0b\x32 .rollmesh.v1.UpdateWeightsHeader\x12\x31\n\x07offered\x18\x04 \x01(\x0b\x32 .rollmesh.v1.UpdateWeightsHeader\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x33\n\x08\x61\x64\x61pters\x18\x06 \x03(\x0b\x32!.rollmesh.internal.v1.KeptAdapter\x12/\n\x05\x62\x61ses\x18\x07 \x03(\x0b\x32 .rollmesh.v1.UpdateWeightsHeader\x12-\n\x04runs\x18\x08 \x03(\x0b\x32\x1f.rollmesh.internal.v1.OpenedRun\x12\x18\n\x10replaced_version\x18\t \x01(\x03\"D\n\tOpenedRun\x12#\n\x03run\x18\x01 \x01(\x0b\x32\x16.rollmesh.v1.PolicyRun\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"K\n\x0bKeptAdapter\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.AdapterHeader\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\"\x18\n\x16ListKeptWeightsRequest\"y\n\x17ListKeptWeightsResponse\x12/\n\x04kept\x18\x01 \x03(\x0b\x32!.rollmesh.internal.v1.KeptWeights\x12-\n\x04pins\x18\x02 \x03(\x0b\x32\x1f.rollmesh.internal.v1.ModelPins\"P\n\tModelPins\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x04pins\x18\x02 \x03(\x0b\x32\x16.rollmesh.v1.WeightPin\x12\x0e\n\x06pushes\x18\x03 \x01(\r\"5\n\x13\x46\x65tchWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07push_id\x18\x02 \x01(\t\"1\n\x14\x46\x65tchWeightsResponse\x12\x19\n\x11safetensors_chunk\x18\x01 \x01(\x0c\"\x14\n\x12SyncWeightsRequest\"\x15\n\x13SyncWeightsResponse2\xca\x02\n\x0bPeerService\x12n\n\x0fListKeptWeights\x12,.rollmesh.internal.v1.ListKeptWeightsRequest\x1a-.rollmesh.internal.v1.ListKeptWeightsResponse\x12g\n\x0c\x46\x65tchWeights\x12).rollmesh.internal.v1.FetchWeightsRequest\x1a*.rollmesh.internal.v1.FetchWeightsResponse0\x01\x12\x62\n\x0bSyncWeights\x12(.rollmesh.internal.v1.SyncWeightsRequest\x1a).rollmesh.internal.v1.SyncWeightsResponseBX\n\x14rollmesh.internal.v1P\x01Z\'rollmesh/internal/v1;rollmeshinternalv1\xaa\x02\x14Rollmesh.Internal.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,25 +36,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\024rollmesh.internal.v1P\001Z\'rollmesh/internal/v1;rollmeshinternalv1\252\002\024Rollmesh.Internal.V1'
   _globals['_KEPTWEIGHTS']._serialized_start=139
-  _globals['_KEPTWEIGHTS']._serialized_end=456
-  _globals['_OPENEDRUN']._serialized_start=458
-  _globals['_OPENEDRUN']._serialized_end=526
-  _globals['_KEPTADAPTER']._serialized_start=528
-  _globals['_KEPTADAPTER']._serialized_end=603
-  _globals['_LISTKEPTWEIGHTSREQUEST']._serialized_start=605
-  _globals['_LISTKEPTWEIGHTSREQUEST']._serialized_end=629
-  _globals['_LISTKEPTWEIGHTSRESPONSE']._serialized_start=631
-  _globals['_LISTKEPTWEIGHTSRESPONSE']._serialized_end=752
-  _globals['_MODELPINS']._serialized_start=754
-  _globals['_MODELPINS']._serialized_end=834
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=836
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=889
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=891
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=940
-  _globals['_SYNCWEIGHTSREQUEST']._serialized_start=942
-  _globals['_SYNCWEIGHTSREQUEST']._serialized_end=962
-  _globals['_SYNCWEIGHTSRESPONSE']._serialized_start=964
-  _globals['_SYNCWEIGHTSRESPONSE']._serialized_end=985
-  _globals['_PEERSERVICE']._serialized_start=988
-  _globals['_PEERSERVICE']._serialized_end=1318
+  _globals['_KEPTWEIGHTS']._serialized_end=482
+  _globals['_OPENEDRUN']._serialized_start=484
+  _globals['_OPENEDRUN']._serialized_end=552
+  _globals['_KEPTADAPTER']._serialized_start=554
+  _globals['_KEPTADAPTER']._serialized_end=629
+  _globals['_LISTKEPTWEIGHTSREQUEST']._serialized_start=631
+  _globals['_LISTKEPTWEIGHTSREQUEST']._serialized_end=655
+  _globals['_LISTKEPTWEIGHTSRESPONSE']._serialized_start=657
+  _globals['_LISTKEPTWEIGHTSRESPONSE']._serialized_end=778
+  _globals['_MODELPINS']._serialized_start=780
+  _globals['_MODELPINS']._serialized_end=860
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=862
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=915
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=917
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=966
+  _globals['_SYNCWEIGHTSREQUEST']._serialized_start=968
+  _globals['_SYNCWEIGHTSREQUEST']._serialized_end=988
+  _globals['_SYNCWEIGHTSRESPONSE']._serialized_start=990
+  _globals['_SYNCWEIGHTSRESPONSE']._serialized_end=1011
+  _globals['_PEERSERVICE']._serialized_start=1014
+  _globals['_PEERSERVICE']._serialized_end=1344
 # @@protoc_insertion_point(module_scope)

@@ -40,6 +40,7 @@ class KeptWeights(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     BASES_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
+    REPLACED_VERSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     revision: _builtins.int
@@ -48,6 +49,10 @@ class KeptWeights(_message.Message):
     """
     request_id: _builtins.str
     """The request_id of the last push, so that a repeat at another router is recognised. May be empty."""
+    replaced_version: _builtins.int
+    """The version of the last offer that a later push replaced. An engine may have loaded it, so no other
+    weights may have it. Cleared by forgetting.
+    """
     @_builtins.property
     def current(self) -> _engine_pb2.UpdateWeightsHeader:
         """The accepted weights. Not set before the first push, and after forgetting."""
@@ -81,10 +86,11 @@ class KeptWeights(_message.Message):
         adapters: _abc.Iterable[Global___KeptAdapter] | None = ...,
         bases: _abc.Iterable[_engine_pb2.UpdateWeightsHeader] | None = ...,
         runs: _abc.Iterable[Global___OpenedRun] | None = ...,
+        replaced_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "offered", b"offered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "bases", b"bases", "current", b"current", "model", b"model", "offered", b"offered", "request_id", b"request_id", "revision", b"revision", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "bases", b"bases", "current", b"current", "model", b"model", "offered", b"offered", "replaced_version", b"replaced_version", "request_id", b"request_id", "revision", b"revision", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
