@@ -395,7 +395,7 @@ async def commit(
     session_id = session.spec.session_id
     try:
         await store.run(lambda tx: journal.insert_turn(tx, session_id, added, turn, images))
-    except RollmeshError:
+    except Exception:
         for one in reversed(added):
             tree.detach(one)
         raise

@@ -1,4 +1,4 @@
-"""What is stored for a caller that leaves is also true of the process."""
+"""What a journal stores, and what it does not, is so in the process too."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from rollmesh.gateway import Registry, Transaction
-from rollmesh.runtime.errors import AnswerUnknownError
+from rollmesh.runtime.errors import AnswerUnknownError, RollmeshError
+from rollmesh.runtime.rpc import typed_errors
 from rollmesh.v1 import gateway_admin_pb2, gateway_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import chat_in, said
@@ -95,3 +96,20 @@ async def test_a_withdrawn_answer_is_gone_although_its_caller_left(
         return False
 
     await until(is_gone)
+
+
+async def test_a_turn_whose_commit_fails_unexpectedly_leaves_nothing(
+    mesh: LiveMesh, session: gateway_pb2.CreateSessionResponse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, asked = mesh.gateway, chat_in(session, said("x"))
+
+    async def fail(work: Callable[[Transaction], Any]) -> Any:
+        monkeypatch.undo()
+        raise KeyError("as the test wants it")
+
+    monkeypatch.setattr(registry.journal, "run", fail)
+    with pytest.raises(RollmeshError, match="unexpected KeyError"), typed_errors():
+        await mesh.stub.Chat(asked)
+    await mesh.stub.Chat(asked)
+    tree = registry.session(session.session_id).tree
+    assert (tree.turns, {one.stored for one in tree.nodes.values()}) == (1, {True})
