@@ -1,10 +1,8 @@
 """A gateway in this process over real gRPC and SQLite, and engines that remember what they saw."""
 
 import asyncio
-import contextlib
 import itertools
 import random
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -30,6 +28,7 @@ from rollmesh.router import RouterConfig, RouterService
 from rollmesh.runtime.errors import EngineDeadError
 from rollmesh.runtime.rpc import Bound, ServerConfig, Service, open_channel, serve
 from rollmesh.v1 import engine_pb2, gateway_admin_pb2_grpc, gateway_pb2_grpc, sampling_pb2
+from tests.processes import reserved_port
 
 Messages: TypeAlias = AsyncGenerator[engine_pb2.TokenChunk, None]
 _WAIT_S = 60
@@ -185,19 +184,6 @@ async def served(service: Service, config: ServerConfig) -> AsyncIterator[str]:
             stop.set()
 
 
-def lasting_port() -> int:
-    """Returns a free port that no outgoing connection takes while its service is away.
-
-    The system gives those to connections from 32,768 on.
-    """
-    for _ in range(100):
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port from 20,000 to 32,000 is free")
-
-
 class LiveMesh:
     """A mesh of services in this process. The gateway can be replaced."""
 
@@ -230,7 +216,7 @@ class LiveMesh:
         self.router = ""
         self.collector = ""
         self.address = ""
-        self._port = lasting_port()
+        self._port = self._stack.enter_context(reserved_port())
         self.stub: gateway_pb2_grpc.GatewayServiceAsyncStub
         self.admin: gateway_admin_pb2_grpc.GatewayAdminServiceAsyncStub
 
@@ -283,7 +269,7 @@ class LiveMesh:
             collector=self.collector,
             data_dir=self._folder / "gateway",
             model_path=self._model,
-            port=self._port,
+            port=self._port.getsockname()[1],
             grace_ms=0,
             **settings,
         )

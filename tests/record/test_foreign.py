@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -258,7 +259,7 @@ async def test_the_viewer_shows_a_session_or_says_what_is_wrong(
                 assert (name, answer.status_code, shown.get("session_id")) == (name, 200, name)
             else:
                 assert (name, answer.status_code) in ((name, 404), (name, 503))
-                assert "500" not in shown["error"]
+                assert not re.search(r"\b500\b", shown["error"])
         empty = (await http.get("/api/session?id=empty-messages")).json()
         assert [(one["node_id"], one["messages"]) for one in empty["nodes"]] == [(1, []), (2, [])]
         null = (await http.get("/api/session?id=null-messages")).json()
