@@ -1,8 +1,11 @@
 import asyncio
+import errno
 import json
 import os
 import signal
+import stat
 import sys
+import tempfile
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from rollmesh.client import Client, CommandError, CommandRunner, Session, rollout
+from rollmesh.client import (
+    Client,
+    CommandError,
+    CommandLostError,
+    CommandRunner,
+    Session,
+    rollout,
+)
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import session_pb2
 from tests.sidecar.scripted_gateway import ScriptedGateway
@@ -85,6 +95,9 @@ async def test_the_result_is_the_file_or_the_last_line_of_output(code: str, resu
             "ended by SIGKILL",
             id="killed from outside",
         ),
+        pytest.param(
+            python("import os; os.kill(os.getpid(), 40)"), "ended by signal 40$", id="no name"
+        ),
         pytest.param(python("print('only out'); exit(3)"), "with 3: only out", id="output alone"),
         pytest.param(CommandRunner(argv=["/no/such/agent"]), "did not start", id="not there"),
         pytest.param(
@@ -104,6 +117,34 @@ async def test_the_error_of_a_failed_command_has_the_end_of_its_output(
 ) -> None:
     with pytest.raises(CommandError, match=f"(?s){text}"):
         await runner(None, SESSION)
+
+
+async def test_a_command_that_finds_no_room_to_start_is_lost_and_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pipe, made = os.pipe, list[int]()
+
+    def full() -> tuple[int, int]:
+        if made:
+            raise OSError(errno.EMFILE, "Too many open files")
+        made.extend(pipe())
+        return made[0], made[1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pipe", full)
+        with pytest.raises(CommandLostError, match=r"did not start: .*Too many open files"):
+            await python("")(None, SESSION)
+    await until(lambda: not any(map(_is_pipe, made)))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(CommandLostError, match=r"did not start: .*No such file"):
+        await python("")(None, SESSION)
+
+
+def _is_pipe(descriptor: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    except OSError:
+        return False
 
 
 async def test_a_sample_that_is_not_json_is_named_and_can_be_encoded() -> None:

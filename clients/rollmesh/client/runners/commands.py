@@ -10,11 +10,10 @@ import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rollmesh.client.failures import InfrastructureError
 from rollmesh.client.runners.reaper import Reaper
@@ -82,20 +81,24 @@ class CommandRunner:
             CommandLostError: It did not start, was ended by a signal, or exited with 75.
             InvalidFieldError: The sample is not JSON.
         """
-        with tempfile.TemporaryDirectory(prefix="rollmesh-", ignore_cleanup_errors=True) as name:
-            folder = Path(name)
+        try:
+            given = json.dumps(self.encode(sample))
+        except (TypeError, ValueError) as error:
+            raise InvalidFieldError("sample", f"{error}; give the runner an `encode`") from error
+        async with AsyncExitStack() as stack:
             try:
-                (folder / "sample.json").write_text(json.dumps(self.encode(sample)))
-            except (TypeError, ValueError) as error:
-                raise InvalidFieldError(
-                    "sample", f"{error}; give the runner an `encode`"
-                ) from error
-            async with _tails(self.max_output_bytes) as (output, errors):
-                process = await self._start(folder, session, output, errors)
-                await self._until_ended(process)
-                with suppress(TimeoutError):  # a process outside the group may hold the pipes open
-                    async with asyncio.timeout(_DRAIN_S):
-                        await asyncio.gather(output.ended.wait(), errors.ended.wait())
+                made = tempfile.TemporaryDirectory(prefix="rollmesh-", ignore_cleanup_errors=True)
+                folder = Path(stack.enter_context(made))
+                (folder / "sample.json").write_text(given)
+                tails = await stack.enter_async_context(_tails(self.max_output_bytes))
+                process = await self._start(folder, session, *tails)
+            except OSError as error:
+                raise CommandLostError(f"{self.argv[0]} did not start: {error}") from error
+            await self._until_ended(process)
+            output, errors = tails
+            with suppress(TimeoutError):  # a process outside the group may hold the pipes open
+                async with asyncio.timeout(_DRAIN_S):
+                    await asyncio.gather(output.ended.wait(), errors.ended.wait())
             if process.returncode:
                 is_lost = process.returncode < 0 or process.returncode == _TRY_AGAIN
                 kind = CommandLostError if is_lost else CommandError
@@ -125,8 +128,6 @@ class CommandRunner:
                     env=self._environment(session, filled),
                     start_new_session=True,
                 )
-            except OSError as error:
-                raise CommandLostError(f"{argv[0]} did not start: {error}") from error
             finally:
                 output.close_write_end()
                 errors.close_write_end()
@@ -174,6 +175,9 @@ class _Tail(asyncio.Protocol):
         self._max_bytes = max_bytes
         self.read_end, self.write_end = os.pipe()
 
+    def itself(self) -> Self:
+        return self
+
     def close_write_end(self) -> None:
         """Closes this process's copy of the write end."""
         if self.write_end >= 0:
@@ -192,23 +196,15 @@ class _Tail(asyncio.Protocol):
 
 @asynccontextmanager
 async def _tails(max_bytes: int) -> AsyncIterator[tuple[_Tail, _Tail]]:
-    tails = _Tail(max_bytes), _Tail(max_bytes)
-    transports: list[asyncio.BaseTransport] = []
-    loop = asyncio.get_running_loop()
-    try:
-        for tail in tails:
+    with ExitStack() as stack:
+        tails = list[_Tail]()
+        for _ in range(2):
+            tails.append(tail := _Tail(max_bytes))
+            stack.callback(tail.close_write_end)
             pipe = os.fdopen(tail.read_end, "rb", buffering=0)
-            transports.append((await loop.connect_read_pipe(partial(_same, tail), pipe))[0])
-        yield tails
-    finally:
-        for transport in transports:
-            transport.close()
-        for tail in tails:
-            tail.close_write_end()
-
-
-def _same(tail: _Tail) -> _Tail:
-    return tail
+            reading = asyncio.get_running_loop().connect_read_pipe(tail.itself, pipe)
+            stack.callback((await reading)[0].close)
+        yield tails[0], tails[1]
 
 
 def _signal(process: asyncio.subprocess.Process, number: int) -> None:
@@ -224,7 +220,8 @@ def _filled(argument: str, values: Mapping[str, str]) -> str:
 
 
 def _why(argv: Sequence[str], code: int, errors: _Tail, output: _Tail) -> str:
-    ended = f"ended with {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+    by = {one.value: one.name for one in signal.Signals}.get(-code, f"signal {-code}")
+    ended = f"ended with {code}" if code > 0 else f"was ended by {by}"
     said = bytes(errors.data or output.data)[-_ERROR_BYTES:].decode(errors="replace").strip()
     return f"{argv[0]} {ended}" + (f": {said}" if said else "")
 
