@@ -84,6 +84,18 @@ async def test_a_lost_session_has_its_reason_and_no_reward(
     assert summary.counts == {"LOST": 1}
 
 
+async def test_an_agent_that_fails_about_half_a_character_has_its_reason(
+    gateway: ScriptedGateway, client: Client
+) -> None:
+    async def run(prompt: str, session: Session) -> float:
+        raise ValueError("no city \ud83d")  # as of arguments that the policy sampled
+
+    _, outcome = await one_sample(client, run)
+    (closed,) = gateway.closed
+    assert closed.outcome == session_pb2.SESSION_OUTCOME_FAILED
+    assert closed.metadata["error"] == outcome.error == "ValueError: no city ?"
+
+
 async def test_a_seat_is_refilled_as_often_as_asked_beside_its_retries(
     gateway: ScriptedGateway, client: Client
 ) -> None:
