@@ -24,7 +24,7 @@ from rollmesh.client import (
     evaluate,
     rollout,
 )
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import InvalidFieldError, RemoteError
 from tests.engine.engines import CONFIG
 from tests.meshes import Mesh
 from tests.waiting import until
@@ -123,6 +123,18 @@ async def test_weights_that_arrive_meanwhile_end_the_evaluation_with_numbers(
         await evaluate(client, tasks, runner=agent, path=path)
     with pytest.raises(InvalidFieldError, match=r"^policy_version: is 0, and the engines have 1"):
         await evaluate(client, tasks, runner=agent, policy_version=0)
+
+
+async def test_results_are_kept_if_the_consumer_cannot_be_deleted(
+    mesh: Mesh, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def away(_: str) -> None:
+        raise RemoteError("no collector answers", "UNAVAILABLE")
+
+    monkeypatch.setattr(client, "delete_consumer", away)
+    found = await evaluate(client, ["a"], runner=Agent(mesh, {"a": [1]}))
+    assert found.pass_at().value == 1
+    assert "stays until delete_consumer: no collector answers" in caplog.text
 
 
 @pytest.mark.long

@@ -442,8 +442,11 @@ class _Run:
             try:
                 await rollout(self.client, groups, **settings)
             finally:
-                with suppress(ConsumerUnknownError):  # no session came so far
+                try:
                     await self.client.delete_consumer(consumer)
+                except RollmeshError as error:
+                    if not isinstance(error, ConsumerUnknownError):  # no session came so far
+                        _log.warning("consumer %s stays until delete_consumer: %s", consumer, error)
             if self.unseen and not adapter:  # the tokens of such an attempt were not read
                 newest = await self.client.policy_version(self.settings.model)
                 if newest != self.version:
