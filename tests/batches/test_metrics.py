@@ -7,6 +7,7 @@ import pytest
 
 from rollmesh.batches import Batch, logprob_metrics, pad, ragged, rows_of, step_metrics
 from rollmesh.client import Delivery
+from rollmesh.runtime import number_of
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.batches.records import linear, session, trajectory
 
@@ -42,6 +43,8 @@ def test_the_lag_is_that_of_the_trained_tokens() -> None:
     found = step_metrics([session("s", [old, new, unused])], policy_version=6)
     assert (found["lag_mean"], found["lag_max"]) == (2.0, 3.0)
     assert "lag_mean" not in step_metrics([session("s", [unused])], policy_version=6)
+    of_run = step_metrics([session("s", [old, new, unused])], policy_version=number_of(2, 6))
+    assert of_run == found  # versions are told within their run
     assert step_metrics([])["sessions"] == 0
 
 

@@ -57,12 +57,21 @@ def test_the_score_goes_to_the_last_trained_token_where_context_follows_it() -> 
 
 def test_a_session_without_a_reward_is_refused_by_name_or_left_out_and_counted() -> None:
     unrewarded = session("s", [linear("t", 2, 3)], reward=None)
-    with pytest.raises(MissingRewardError, match=r"trajectory t: session s was closed without"):
+    with pytest.raises(
+        MissingRewardError, match=r"^trajectory t: neither it, .* session s has a rew"
+    ):
         rows_of([unrewarded])
     rows = rows_of([unrewarded, session("u", [linear("v", 2, 3)])], missing_reward="leave_out")
     assert [row.trajectory.trajectory_id for row in rows] == ["v"]
     assert rows.counts == {"MISSING_REWARD": 1}
     assert rows.left_out[0].trained_tokens == 3
+
+
+def test_the_error_of_a_branch_without_a_reward_is_true_beside_a_rewarded_turn() -> None:
+    first = linear("a", 2, 3)
+    first.segments[1].reward = 1.0
+    with pytest.raises(MissingRewardError, match=r"^trajectory b: neither it, nor a turn that it "):
+        rows_of([session("s", [first, linear("b", 2, 3)], reward=None)])
 
 
 def test_an_auxiliary_call_is_left_out_and_counted_unless_kept() -> None:

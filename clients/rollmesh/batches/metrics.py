@@ -80,12 +80,10 @@ class StepCounts:
             found["reward_mean"] = float(np.mean(rewards))
         if policy_version is not None:
             found["policy_version"] = version_of(policy_version)
-        if policy_version is not None and self.oldest_version is not None:
-            mean = self.version_sum / self.trained_tokens
-            found |= {
-                "lag_mean": policy_version - mean,
-                "lag_max": policy_version - self.oldest_version,
-            }
+            if self.oldest_version is not None:
+                mean = self.version_sum / self.trained_tokens
+                found["lag_mean"] = found["policy_version"] - mean
+                found["lag_max"] = found["policy_version"] - self.oldest_version
         return found
 
 

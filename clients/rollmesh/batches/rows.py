@@ -45,8 +45,9 @@ class MissingRewardError(RollmeshError):
 
     def __init__(self, trajectory_id: str, session_id: str) -> None:
         super().__init__(
-            f"trajectory {trajectory_id}: session {session_id} was closed without a reward; "
-            'set one before the close, or missing_reward="leave_out" to go on without it',
+            f"trajectory {trajectory_id}: neither it, nor a turn that it trains, nor session "
+            f"{session_id} has a reward; set one before the close, or use set_rewards, or "
+            'missing_reward="leave_out" to go on without it',
             trajectory_id=trajectory_id,
             session_id=session_id,
         )
