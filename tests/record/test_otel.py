@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import json
+import runpy
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,18 @@ def parsed(line: dict[str, Any]) -> Any:
                     if name in span:
                         span[name] = base64.b64encode(bytes.fromhex(span[name])).decode()
     return ParseDict(line, trace_service_pb2.ExportTraceServiceRequest())
+
+
+def test_a_file_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "record").mkdir()
+    to = str(tmp_path / "missing" / "spans.jsonl")
+    argv = ["export", "--format", "otel", "--record", str(tmp_path / "record"), "--to", to]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        runpy.run_module("rollmesh.record.export", run_name="__main__")
+    assert f"to: {to}: " in capsys.readouterr().err
 
 
 async def test_a_receiver_that_refuses_ends_the_export_with_its_session() -> None:

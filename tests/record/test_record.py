@@ -1,6 +1,8 @@
 """The record as files: lossless, and read by what people read Parquet with."""
 
 import json
+import runpy
+import sys
 from dataclasses import fields
 from datetime import date
 from pathlib import Path
@@ -344,6 +346,24 @@ def test_a_session_that_parquet_cannot_hold_is_set_aside(
     assert [one.session_id for one in read_records(tmp_path)] == ["fine"]
     assert (tmp_path / "_set_aside" / "poison.binpb").read_bytes() == poison.SerializeToString()
     assert {path.parts[-3] for path in tmp_path.glob("*/*/*.parquet")} == {"sessions"}
+
+
+def test_an_export_counts_sessions_that_parquet_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def tables(session: session_pb2.SessionRecord) -> Tables:
+        found = tables_of(session)
+        return found._replace(session=found.session | {"turns": -1})
+
+    given, to = str(tmp_path / "given"), str(tmp_path / "to")
+    write(tmp_path / "given", record("poison"))
+    monkeypatch.setattr("rollmesh.record.files.tables_of", tables)
+    monkeypatch.setattr(sys, "argv", ["export", "--record", given, "--to", to])
+    with pytest.raises(SystemExit, match=r"^1$"):
+        runpy.run_module("rollmesh.record.export", run_name="__main__")
+    said = capsys.readouterr()
+    assert said.out.startswith("0 sessions, 0 files")
+    assert "1 sessions cannot be written" in said.err
 
 
 def test_a_batch_that_parquet_cannot_hold_leaves_no_files(

@@ -142,17 +142,16 @@ async def _write_record(sessions: AsyncGenerator[Stored], to: Path) -> list[str]
         raise ConfigError(f"to: {to} is a file; give a folder, or --format rows")
     from rollmesh.record.files import Writer  # needs pyarrow
 
-    count = files = refused = 0
+    count = files = 0
     with Writer(to) as writer:
         async for one in sessions:
             writer.add(one.session)
             writer.change(*one)
             count += 1
             if writer.sessions >= ROLL_SESSIONS or writer.bytes >= ROLL_BYTES:
-                refused += len(writer.refused)
                 files += len(writer.commit())
-        refused += len(writer.refused)
         files += len(writer.commit())
+    refused = writer.left_out
     print(f"{count - refused} sessions, {files} files: {to}")
     why = to / aside.FOLDER / aside.REASONS
     return [f"{refused} sessions cannot be written; {why} says why"] if refused else []
@@ -162,7 +161,10 @@ async def _write_spans(
     sessions: AsyncGenerator[session_pb2.SessionRecord], options: argparse.Namespace
 ) -> None:
     if isinstance(options.to, Path):
-        count = await write_spans(sessions, options.to, content=options.content)
+        try:
+            count = await write_spans(sessions, options.to, content=options.content)
+        except OSError as error:
+            raise ConfigError(f"to: {options.to}: {error}") from error
     else:
         config = TracesConfig(
             traces_endpoint=options.to,

@@ -85,6 +85,7 @@ class Writer:
         self._late: dict[tuple[str, str], late.Last] = {}
         self.refused: dict[str, aside.Refused] = {}
         """Sessions of the batch that the record cannot hold, by id."""
+        self.left_out = 0  # such sessions of all finished batches
         self._name = self._place = ""
         self._newest_ms = 0
         try:
@@ -287,6 +288,7 @@ class Writer:
         files = [f"{table}/date={day}/{self._name}" for table, day in self._rows]
         self._remember([one for one in files if one.startswith(COMMITS)], self._records)
         found = len(self._records), files
+        self.left_out += len(self.refused)
         self.sessions = self.bytes = 0
         for kept in (self._rows, self._images, self._records, self._late, self.refused):
             kept.clear()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from google.protobuf.message import Message
 
-from rollmesh.client import of_spans
+from rollmesh.client import of_spans, reason_names
 from rollmesh.record import images
 from rollmesh.record.tables import leaves_of
 from rollmesh.runtime import run_of, version_of
@@ -110,9 +110,7 @@ def _row(
         **{name: value for name, value in summary.items() if name not in _NOT_IN_ROWS},
         "session_reward": summary["reward"],
         "metadata": json.dumps(summary["metadata"]),
-        "reasons": [
-            name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason) for reason in one.reasons
-        ],
+        "reasons": list(reason_names(one.reasons)),
         "turns": sum(run.sampled for run in _runs(one)),
         "token_ids": token_ids.tolist(),
         "logprobs": logprobs.tolist(),
@@ -195,9 +193,7 @@ def sft_rows_of(session: session_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
             "policy_versions": np.unique(versions).tolist(),
             "trajectory_id": one.trajectory_id,
             "lineage": name_of(trajectory_pb2.Lineage.DESCRIPTOR, one.lineage),
-            "reasons": [
-                name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason) for reason in one.reasons
-            ],
+            "reasons": list(reason_names(one.reasons)),
             **{name: value for name, value in summary.items() if name not in _NOT_IN_ROWS},
             "metadata": json.dumps(summary["metadata"]),
         }
