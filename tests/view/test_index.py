@@ -180,6 +180,16 @@ def test_a_superseded_session_is_listed_and_does_not_count_in_its_group(index: I
     assert [(one["sessions"], one["pass_at"]) for one in index.evaluations()] == [(1, {})]
 
 
+def test_tasks_whose_long_names_begin_alike_are_several(index: Index) -> None:
+    exams = [record(f"exam-{at}", float(at), run_id="long") for at in range(2)]
+    for at, one in enumerate(exams):
+        one.purpose = session_pb2.SESSION_PURPOSE_EVAL
+        one.metadata["task_id"] = f"{'Solve this. ' * 60}{at}"
+    index.add(exams)
+    (found,) = (one for one in index.evaluations() if one["run_id"] == "long")
+    assert (found["tasks"], found["pass_at"][1]["value"]) == (2, 0.5)
+
+
 def test_lag_is_of_one_run_and_shares_are_of_sessions(index: Index) -> None:
     late = record("late", run_id="lag", version=3)
     over = record("over", run_id="lag", version=_RUN + 1)

@@ -14,6 +14,7 @@ from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import TIMEOUT_S, collector_at, ingest, ingest_all
 from tests.collector.records import record, with_images, with_messages
 from tests.processes import run_refused, running, started
+from tests.record.test_atif import strange
 from tests.view.browser import CHROMIUM, browser
 from tests.waiting import until
 
@@ -93,6 +94,14 @@ async def test_a_record_is_shown_without_a_mesh(tmp_path: Path) -> None:
             answer = await http.get(f"/api/{name}")
             assert (answer.status_code, "no mesh" in answer.json()["error"]) == (404, True)
         assert (await get(http, "choices"))["mesh"] is False
+
+
+async def test_tools_with_half_a_character_are_shown(tmp_path: Path) -> None:
+    write(tmp_path / "record", strange())
+    async with viewer(tmp_path) as http:
+        await sessions_are(http, "strange")
+        (context,) = (await get(http, "session", id="strange"))["contexts"]
+        assert context["tools"][0]["function"]["description"] == "half ?"
 
 
 async def test_files_of_a_running_archive_are_shown_as_they_come(tmp_path: Path) -> None:

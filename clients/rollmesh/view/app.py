@@ -289,18 +289,20 @@ async def _answered(_: Request, error: Exception) -> Response:
 
 
 def _json(content: Any, status: int = 200) -> Response:
-    """Answers with JSON. It has no NaN and no infinity, for which None stands."""
+    """Answers with JSON. None stands for NaN and infinity, and `?` for half a character."""
     try:
         return JSONResponse(content, status)
     except ValueError:
-        return JSONResponse(_finite(content), status)
+        return JSONResponse(_sendable(content), status)
 
 
-def _finite(value: Any) -> Any:
+def _sendable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
+        return {_sendable(name): _sendable(one) for name, one in value.items()}
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_sendable(one) for one in value]
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -500,7 +500,7 @@ def _row(record: session_pb2.SessionRecord) -> tuple[Any, ...]:
         record.closed_unix_ms,
         record.closed_unix_ms + record.reward_timeout_ms,
         record.metadata.get("error", record.abandoned)[:500],
-        record.metadata.get("task_id", record.group_id)[:500],
+        record.metadata.get("task_id", record.group_id),
         " ".join(sorted(one.id for one in record.numerics)),
     )
 

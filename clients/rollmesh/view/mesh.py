@@ -241,7 +241,7 @@ class Mesh:
             "consumers": [_consumer(one) for one in stats.consumers],
             "steps": {
                 name: [
-                    {"step": one.step, "unix_ms": one.reported_unix_ms, **_finite(one.metrics)}
+                    {"step": one.step, "unix_ms": one.reported_unix_ms, **one.metrics}
                     for one in found
                 ]
                 for name, found in steps.items()
@@ -299,8 +299,3 @@ def _consumer(one: collector_pb2.ConsumerStats) -> dict[str, Any]:
             for part in one.filtered
         },
     }
-
-
-def _finite(metrics: Any) -> dict[str, float | None]:
-    """Returns numbers that JSON has. None stands for the others."""
-    return {name: one if abs(one) < float("inf") else None for name, one in metrics.items()}
