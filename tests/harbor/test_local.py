@@ -15,11 +15,13 @@ import pytest
 from rollmesh.client import SessionResult
 from rollmesh.integrations.harbor import HarborTrialRunner, decode_of, write_details
 from rollmesh.v1 import session_pb2
+from tests.collector.records import record
 from tests.harbor.connecting import ASKED, RULES, trained
 from tests.harbor.reading import check_written
 from tests.harbor.serving import PYTHON, make_task, server_side
 from tests.harbor.test_runner import FOLDERS, rolled
 from tests.meshes import Mesh, scripted_mesh
+from tests.record.test_atif import told, user
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(300)
@@ -123,6 +125,18 @@ def test_a_session_without_tokens_has_no_details_of_them(tmp_path: Path) -> None
     result.write_text('{"agent_result": {"rollout_details": []}}')  # the agent's own
     write_details(SessionResult.from_proto(record), tmp_path)
     assert result.read_text() == '{"agent_result": {"rollout_details": []}}'
+
+
+@pytest.mark.parametrize("text", ['{"extra": null}', '{"extra": 5}', "[" * 100_000])
+def test_a_document_of_any_form_that_the_agent_left_stays(tmp_path: Path, text: str) -> None:
+    (tmp_path / "result.json").write_text('{"agent_result": null}')
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "agent" / "trajectory.json").write_text(text)
+    session = told(record("one"), [user("Hi")], [{"role": "assistant", "content": "One."}])
+    write_details(SessionResult.from_proto(session), tmp_path)
+    assert (tmp_path / "agent" / "trajectory.json").read_text() == text
+    written = json.loads((tmp_path / "agent" / "trajectory.sampled.json").read_text())
+    assert written["session_id"] == "one"
 
 
 async def test_a_trial_that_cannot_begin_fails_with_the_end_of_its_log(

@@ -168,7 +168,7 @@ def _is_ours(document: Path) -> bool:
     """Returns whether an earlier call wrote a document."""
     try:
         return "rollmesh" in json.loads(document.read_bytes()).get("extra", {})
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):  # an agent writes anything
         return False
 
 
