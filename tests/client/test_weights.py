@@ -1,6 +1,8 @@
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from enum import StrEnum
@@ -14,7 +16,14 @@ from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from safetensors import numpy as safetensors_numpy
 
-from rollmesh.client import CHUNK_BYTES, Client, Transfer, WeightsPushError, file_of
+from rollmesh.client import (
+    CHUNK_BYTES,
+    Client,
+    Transfer,
+    WeightDeltas,
+    WeightsPushError,
+    file_of,
+)
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     InvalidWeightsError,
@@ -121,6 +130,33 @@ async def test_tensors_arrive_as_a_safetensors_file_in_chunks() -> None:
         np.testing.assert_array_equal(loaded[name], tensor)
         assert loaded[name].dtype == tensor.dtype
     assert [result.engine_id for result in results] == ["e1"]
+
+
+class _Slow(WeightDeltas):
+    """Notes a push only once a test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def pushed(self, *noted: Any) -> None:
+        self.begun.set()
+        assert self.goes_on.wait(60)
+        super().pushed(*noted)
+
+
+async def test_a_push_by_difference_that_is_cancelled_ends_once_its_weights_are_noted() -> None:
+    deltas = _Slow()
+    async with pushing(push_router()) as client:
+        push = asyncio.create_task(client.push_weights({"a": np.ones(3)}, 1, delta=deltas))
+        await asyncio.to_thread(deltas.begun.wait, 60)
+        push.cancel()
+        await asyncio.wait([push], timeout=0.1)
+        assert deltas.lock.locked()
+        deltas.goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await push
+        assert not deltas.lock.locked()
 
 
 @given(

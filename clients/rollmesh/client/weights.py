@@ -18,6 +18,7 @@ import numpy as np
 from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.client.runs import RunCalls
+from rollmesh.client.shielding import shielded
 from rollmesh.mesh import weights_of
 from rollmesh.runtime import run_of, start_of, version_of
 from rollmesh.runtime.codec import Bits, Difference, checksum
@@ -261,7 +262,7 @@ class WeightDeltas:
         self.push_id = ""
         """Id of the push that the next difference changes. Empty if the next push is whole."""
         self.lock = asyncio.Lock()
-        """Held by a push."""
+        """Held by a push, until its weights are noted."""
 
     def difference(self, weights: Mapping[str, Any]) -> Difference | None:
         """Returns the changes since the last push. None if the next one is to be whole.
@@ -449,9 +450,8 @@ class WeightCalls(EngineCalls, RunCalls):
             case Mapping():
                 pass
             case _:
-                kind = type(weights).__name__
                 raise InvalidFieldError(
-                    "weights", f"is a {kind}; give tensors, a Path or a Transfer"
+                    "weights", f"is a {type(weights).__name__}; give tensors, a Path or a Transfer"
                 )
         if not isinstance(weights, Mapping) and deltas is not None:
             raise InvalidFieldError("delta", "is for tensors; give them, or leave it out")
@@ -509,7 +509,7 @@ class WeightCalls(EngineCalls, RunCalls):
             response = await self._push(header, lambda: file_of(weights)[1])
         if response.policy_version == header.policy_version:  # else the mesh has the last ones
             push_id = "" if _lack_base(response) else response.push_id
-            await asyncio.to_thread(deltas.pushed, weights, found, push_id)
+            await shielded(asyncio.to_thread(deltas.pushed, weights, found, push_id), _TIMEOUT_S)
         return response
 
     async def push_adapter(

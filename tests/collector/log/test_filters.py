@@ -1,5 +1,6 @@
 """What filters keep back, as a table."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -188,6 +189,19 @@ def test_the_lag_counts_from_the_oldest_token_that_is_trained_here() -> None:
     for segment in one.segments:
         segment.trained = False
     assert list(trained_spans(one)) == []
+
+
+def test_the_trained_spans_of_a_long_trajectory_are_found_in_one_pass() -> None:
+    one, turns = trajectory("s", tokens=10), 30_000
+    one.ClearField("version_spans")
+    one.ClearField("segments")
+    for at in range(0, 2 * turns, 2):
+        one.segments.add(start=at, end=at + 1)
+        one.segments.add(start=at + 1, end=at + 2, sampled=True, trained=at > 0)
+        one.version_spans.add(start=at + 1, end=at + 2)
+    begun = time.process_time()
+    assert [span.start for span in trained_spans(one)] == [*range(3, 2 * turns, 2)]
+    assert time.process_time() - begun < 5  # by every pair it took half a minute
 
 
 def test_usable_sessions_do_not_depend_on_the_lag() -> None:

@@ -10,9 +10,11 @@ import grpc
 import pytest
 from prometheus_client import REGISTRY
 
+from rollmesh.collector import Arrival
 from rollmesh.v1 import collector_pb2 as pb, scorer_pb2, scorer_pb2_grpc, session_pb2
 from tests.collector.collectors import TIMEOUT_S, stub_at, subscribing
 from tests.collector.records import record
+from tests.collector.stores import sqlite_store
 from tests.processes import reserved_port, running
 from tests.scorer.sessions import FUNCTION, REWARD, Hanging, unscored
 
@@ -157,3 +159,12 @@ async def test_a_scorer_service_is_tried_again(tmp_path: Path) -> None:
         (delivery,) = await stream.deliveries(1)
     assert rewards_of([delivery]) == {"a": 0.5}
     assert delivery.sessions[0].trajectories[0].segments[1].reward == 1.0
+
+
+async def test_all_that_an_earlier_process_left_is_found_a_part_at_a_time(tmp_path: Path) -> None:
+    async with sqlite_store(tmp_path) as before:
+        await before.ingest([Arrival(unscored(name), 9) for name in "abcde"], 0)
+    async with sqlite_store(tmp_path) as store:
+        assert sorted(await store.to_score(3) + await store.to_score(3)) == [*"abcde"]
+        await store.ingest([Arrival(unscored("f"), 9)], 0)
+        assert await store.to_score(3) == []

@@ -123,6 +123,21 @@ async def test_a_dropped_unit_is_judged_anew_with_the_version_of_the_checkpoint(
         assert await reader.ids() == ["a"]
 
 
+async def test_a_checkpoint_from_before_the_first_version_is_restored_under_a_later_filter(
+    opened: Opener,
+) -> None:
+    async with opened(KEEP) as store:
+        await fill(store, [record("a")])
+        reader = await Reader.open(store)
+        await checkpoint(reader, "1")
+        await reader.take_all()
+        rules = pb.DeliveryFilter(max_policy_lag=2)
+        await store.update_consumer(pb.Consumer(name="c", filter=rules, policy_version=9), 0)
+        assert await restore(reader, "1") == 1
+        assert (await store.consumer("c")).policy_version == 0
+        assert await reader.ids() == ["a"]
+
+
 async def test_a_repeat_with_the_same_id_changes_nothing(opened: Opener) -> None:
     async with opened(KEEP) as store:
         await fill(store, [record("a")])

@@ -31,6 +31,19 @@ async def test_a_group_that_was_settled_under_another_policy_counts_once_where_i
     assert (await store.standing("c")).ready == 1
 
 
+async def test_deadlines_hold_for_groups_that_come_after_a_clock_was_set_back(
+    store: Store,
+) -> None:
+    await fill(store, group("g", 0), now_ms=1000)
+    policy = pb.GroupPolicy(deadline_ms=10, min_samples=1)
+    reader = await Reader.open(store, unit=GROUP, groups=policy, now_ms=1000)
+    assert await store.tick(1010)
+    await fill(store, group("h", 0), now_ms=500)
+    assert not await store.tick(500)
+    assert await store.tick(510)
+    assert await reader.take_all(now_ms=510) == ["g", "h"]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "sessions"),
     [

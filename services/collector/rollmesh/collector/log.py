@@ -265,11 +265,11 @@ def join(
         count, tokens_into = tokens_of(row), row.tokens
         tokens_into.token_ids_u32le = arrays[start : start + 4 * count]
         tokens_into.logprobs_f32le = arrays[start + 4 * count : start + 8 * count]
-        mask = arrays[start + 8 * count : start + 9 * count]
+        mask = bytearray(arrays[start + 8 * count : start + 9 * count])
         for run in runs_of(row):
             if _OTHER_POLICY in run.reasons:
-                mask = mask[: run.start] + bytes(run.end - run.start) + mask[run.end :]
-        tokens_into.loss_mask_u8 = mask
+                mask[run.start : run.end] = bytes(run.end - run.start)
+        tokens_into.loss_mask_u8 = bytes(mask)
         start += _BYTES_PER_TOKEN * count
     for one in _files(head):
         one.data = arrays[start : start + one.data_bytes]
@@ -474,9 +474,12 @@ def usable(consumer: pb.Consumer, head: session_pb2.SessionRecord) -> bool:
 
 def trained_spans(row: Row) -> Iterator[sampling_pb2.VersionSpan]:
     """Yields the version spans with trained tokens."""
-    trained = [(run.start, run.end) for run in runs_of(row) if run.trained]
+    trained = iter([run for run in runs_of(row) if run.trained])  # they ascend, as spans do
+    run = next(trained, None)
     for span in row.version_spans:
-        if any(span.start < end and start < span.end for start, end in trained):
+        while run is not None and run.end <= span.start:
+            run = next(trained, None)
+        if run is not None and run.start < span.end:
             yield span
 
 

@@ -194,7 +194,7 @@ class SqliteStore(Store):
         super().__init__(retention)
         self._database = database
         self._files = files
-        self._has_begun = False
+        self._left: list[str] | None = None  # to score, by an earlier process, once they are known
 
     async def write(
         self, work: Work[_Arguments, _Result], *args: _Arguments.args, **named: _Arguments.kwargs
@@ -278,12 +278,12 @@ class SqliteStore(Store):
 
     async def to_score(self, limit: int) -> list[str]:
         """Takes the sessions that an earlier process left. The first call finds them all."""
-        if self._has_begun:
-            return []
-        sql = "SELECT session_id FROM sessions WHERE due_ms IS NOT NULL ORDER BY due_ms LIMIT ?1"
-        rows = await self.write(lambda tx: tx.db.rows(sql, limit))
-        self._has_begun = True
-        return [session_id for (session_id,) in rows]
+        if self._left is None:
+            sql = "SELECT session_id FROM sessions WHERE due_ms IS NOT NULL ORDER BY due_ms"
+            rows = await self.write(lambda tx: tx.db.rows(sql))
+            self._left = [session_id for (session_id,) in rows]
+        taken, self._left = self._left[:limit], self._left[limit:]
+        return taken
 
     async def lost(self) -> str:
         """Returns once the file is removed or replaced under this collector."""

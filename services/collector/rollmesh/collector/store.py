@@ -364,7 +364,7 @@ def _decide(
             formed_now,
             name,
         )
-    if entries:  # without those that an earlier policy of the consumer listed
+    if entries and name != GROUP_LOG:  # without those that an earlier policy listed
         rows = tx.db.rows(
             f"SELECT unit_id, entry FROM filtered WHERE unit_id {tx.db.within(1)} AND owner = ?2",
             [entry.delivery_id for entry in entries],
@@ -372,11 +372,10 @@ def _decide(
         )
         found = [log.read_entry(unit_id, data, is_group=False) for unit_id, data in rows]
         known = {(one.delivery_id, one.reason, one.session_id) for one in found}
-        _list_filtered(
-            tx,
-            name,
-            [one for one in entries if (one.delivery_id, one.reason, one.session_id) not in known],
-        )
+        entries = [
+            one for one in entries if (one.delivery_id, one.reason, one.session_id) not in known
+        ]
+    _list_filtered(tx, name, entries)
 
 
 def _members(tx: Transaction, consumer: pb.Consumer, keys: list[str]) -> dict[str, list[Member]]:
@@ -440,7 +439,7 @@ def _fill(tx: Transaction, consumer: pb.Consumer, now_ms: int) -> bool:
     if (overdue_ms := _overdue_ms(consumer, now_ms)) is not None:
         rows = tx.db.rows(_OVERDUE, tx.total(late_to), overdue_ms)
         groups |= {row[0]: Group(*row) for row in rows}
-        tx.set(late_to, max(overdue_ms + 1, tx.total(late_to)))
+        tx.set(late_to, overdue_ms + 1)  # also back, if a clock was set back
     if sessions or groups:
         _decide(tx, name, consumer, sessions, groups, now_ms)
     return tx.total(f"log:{name}") > before
@@ -981,10 +980,9 @@ def restore_checkpoint(tx: Transaction, request: pb.RestoreCheckpointRequest) ->
     tx.db.run(f"DELETE {marked}", name, n)
     tx.db.run("DELETE FROM checkpoints WHERE consumer = ?1 AND n > ?2", name, n)
     tx.db.run("UPDATE consumers SET start_seq = ?1, floor = ?1 WHERE name = ?2", start_seq, name)
-    for field in ("seen_unix_ms", "policy_version"):
-        consumer.ClearField(field)
-    if version is not None:
-        consumer.policy_version = version
+    consumer.ClearField("policy_version")
+    if version is not None or consumer.filter.HasField("max_policy_lag"):  # which needs one
+        consumer.policy_version = version or 0
     run = request.policy_run
     _set_settings(tx, updated(consumer, pb.Consumer(name=name, policy_run=run)))
     _count_open(tx, name)
