@@ -275,8 +275,7 @@ class WeightDeltas:
         found = Difference()
         most = sum(one.nbytes for one in self._state.values()) // 2
         for name in sorted(weights):
-            old = self._state[name]
-            found.add(name, old, _bits(weights[name]), self._checksums[name])
+            found.add(name, self._state[name], _bits(weights[name]), self._checksums[name])
             if found.size > most:
                 return None
         return found

@@ -983,8 +983,7 @@ def restore_checkpoint(tx: Transaction, request: pb.RestoreCheckpointRequest) ->
     consumer.ClearField("policy_version")
     if version is not None or consumer.filter.HasField("max_policy_lag"):  # which needs one
         consumer.policy_version = version or 0
-    run = request.policy_run
-    _set_settings(tx, updated(consumer, pb.Consumer(name=name, policy_run=run)))
+    _set_settings(tx, updated(consumer, pb.Consumer(name=name, policy_run=request.policy_run)))
     _count_open(tx, name)
     tx.store.tell(tx, name, moved=True)
     return again
