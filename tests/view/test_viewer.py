@@ -12,10 +12,13 @@ import httpx2
 import numpy as np
 import pytest
 import pytest_asyncio
+from starlette.datastructures import URL
+from starlette.requests import Request
 
 from rollmesh.client import Client, Rewards, Session, evaluate, start_of_atif
 from rollmesh.runtime import label_words, mask_words
 from rollmesh.runtime.errors import CallerUnknownError, InvalidFieldError
+from rollmesh.view import Index, Viewer, ViewSettings
 from tests.locks import Locks
 from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.processes import run_refused, running
@@ -284,6 +287,17 @@ async def test_a_viewer_with_a_key_asks_for_it(shared: Mesh, tmp_path: Path) -> 
         assert "httponly; " in login.headers["set-cookie"].lower() + "; "
         assert "k" * 40 not in login.headers["set-cookie"]
         assert (await http.get("/api/sessions")).status_code == 200
+
+
+async def test_the_key_is_asked_for_whatever_the_caller_calls_the_viewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    locked = Viewer(Index(), ViewSettings(hosts=frozenset({"localhost"}), key="k" * 40))
+    name = "localhost:1/x?"
+    monkeypatch.setattr(Request, "url", URL(f"http://{name}/api/sessions"))  # as Starlette 0.47
+    transport = httpx2.ASGITransport(locked.app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        assert (await http.get("/api/sessions", headers={"host": name})).status_code == 401
 
 
 async def test_a_viewer_that_others_reach_needs_a_key(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ class _Guard:
         if (host[0] or host[2]).strip("[]") not in self._hosts:
             error = "this viewer has another name; give --allow-host NAME, or call it by its own"
             return _json({"error": error}, 421)
-        path = request.url.path
+        path = request.scope["path"]  # as routes see it: a URL has the name that was called
         if path.startswith("/api/") and path != "/api/login" and not self._is_known(request):
             return _json({"error": "log in with the viewer's key"}, 401)
         return self._app
