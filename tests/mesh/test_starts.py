@@ -509,6 +509,21 @@ async def test_the_command_opens_siblings_once_with_a_conversation_for_their_age
     assert "node_id: 999" in told
 
 
+async def test_the_command_takes_a_document_with_half_a_character_and_no_endless_one(
+    shared: Mesh, tmp_path: Path
+) -> None:
+    document, path = tmp_path / "atif.json", tmp_path / "conversation.json"
+    step = {"step_id": 1, "source": "user", "message": "half \ud83d"}
+    document.write_text(json.dumps({**ATIF, "steps": [step]}))
+    code, lines, told = await imported(shared, f"--atif={document}", f"--conversation={path}")
+    assert (code, len(lines), told) == (0, 1, "")
+    assert json.loads(path.read_text())["messages"][0]["content"] == "half \ud83d"
+    document.write_text("[" * 100_000)
+    code, lines, told = await imported(shared, f"--atif={document}")
+    assert (code, lines) == (2, [])
+    assert told.startswith("rollmesh import: --atif: ")
+
+
 async def test_a_document_of_ours_starts_from_the_recorded_ids(
     shared: Mesh, recorded: Recorded, tmp_path: Path
 ) -> None:

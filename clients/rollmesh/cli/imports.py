@@ -62,7 +62,7 @@ async def _open(options: argparse.Namespace) -> None:
             start = await client.start_at(*node) if node else start_of_atif(document, options.step)
         if options.conversation:
             names = ("messages", "tools", "template_options")
-            said = json.dumps({name: getattr(start, name) for name in names}, ensure_ascii=False)
+            said = json.dumps({name: getattr(start, name) for name in names})
             try:
                 await asyncio.to_thread(options.conversation.write_text, said, "utf-8")
             except OSError as error:
@@ -100,7 +100,7 @@ async def _open(options: argparse.Namespace) -> None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--atif: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError("--atif: is no JSON object; give an ATIF document")
