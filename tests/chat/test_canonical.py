@@ -1,6 +1,7 @@
 import tracemalloc
+from time import thread_time
 
-from rollmesh.chat import fingerprint, make_context
+from rollmesh.chat import ChangedEcho, Message, fingerprint, make_context
 from rollmesh.chat.parsing import tool_schemas
 
 TOOLS = '[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
@@ -32,3 +33,9 @@ def test_tools_of_megabytes_are_kept_up_to_a_bound() -> None:
     finally:
         tracemalloc.stop()
     assert held < 40_000_000
+
+
+def test_an_echo_of_blanks_behind_a_fold_without_an_end_is_read_quickly() -> None:
+    begun = thread_time()
+    ChangedEcho(Message("assistant", f"<details>{' ' * 100_000}x"))
+    assert thread_time() - begun < 2  # a minute if each blank were tried as the last

@@ -64,6 +64,12 @@ def test_ids_of_images_and_videos_are_named_for_the_engine_to_ban(model: ChatMod
             id="http",
         ),
         pytest.param(
+            {"type": "image_url", "image_url": "data:" + "a" * 500_000},  # minutes, if squared
+            "[1].image_url",
+            "not a data URL",
+            id="no-comma",
+        ),
+        pytest.param(
             {"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}},
             "[1].image_url",
             "not base64",

@@ -1,5 +1,9 @@
+import json
+from time import thread_time
+
 import pytest
 from hypothesis import example, given, strategies as st
+from tokenizers import Tokenizer as RustTokenizer, decoders, models
 
 from rollmesh.chat import Tokenizer
 from rollmesh.chat.parsing import StopStrings, decoder_of
@@ -45,6 +49,60 @@ def test_a_character_split_over_tokens_is_never_shown_broken(tokenizer: Tokenize
     assert len(ids) > 1  # else this shows nothing
     decoder = decoder_of(tokenizer)
     assert [decoder.feed(int(id_)) for id_ in ids] == [*[""] * (len(ids) - 1), "\U0001f600"]
+
+
+@pytest.fixture(scope="module")
+def byte_tokens(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer with a token for each byte, as SentencePiece has them. Id 256 is "a"."""
+    folder = tmp_path_factory.mktemp("bytes")
+    names = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "\u2581b": 257}
+    rust = RustTokenizer(models.BPE(names, [], byte_fallback=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    rust.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    rust.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({}))
+    return Tokenizer(folder)
+
+
+def test_a_broken_character_behind_a_whole_one_takes_nothing_back(byte_tokens: Tokenizer) -> None:
+    decoder, smile = decoder_of(byte_tokens), "\U0001f600"
+    pieces = [decoder.feed(id_) for id_ in (256, *smile.encode(), 0xF0, 257)]
+    assert pieces == ["a", "", "", "", smile, "", "\ufffd b"]
+
+
+@given(
+    ids=st.lists(st.sampled_from((*"\U0001f600é".encode(), 0xFF, 0x41, 256, 257)), max_size=80),
+    cut=st.integers(0, 80),
+)
+def test_any_bytes_have_one_text_however_they_come(
+    byte_tokens: Tokenizer, ids: list[int], cut: int
+) -> None:
+    together, single = decoder_of(byte_tokens), decoder_of(byte_tokens)
+    joined = together.feed_all(ids[:cut]) + together.feed_all(ids[cut:]) + together.finish()
+    assert joined == "".join(map(single.feed, ids)) + single.finish()
+
+
+@given(
+    texts=st.lists(st.sampled_from((b"\xff", b"\x98", "\U0001f600".encode(), b" a")), max_size=99)
+)
+def test_bytes_that_are_no_characters_have_the_text_of_all_at_once(
+    tokenizer: Tokenizer, texts: list[bytes]
+) -> None:
+    names = {tokenizer.token_bytes(id_): id_ for id_ in range(tokenizer.rust.get_vocab_size())}
+    ids = [names[bytes([byte])] for byte in b"".join(texts)]
+    decoder = decoder_of(tokenizer)
+    joined = "".join(map(decoder.feed, ids)) + decoder.finish()
+    assert joined == tokenizer.rust.decode(ids)
+
+
+@pytest.mark.parametrize("byte", [0xFF, 0xF0])
+def test_bytes_without_an_end_are_passed_on_in_linear_time(
+    byte_tokens: Tokenizer, byte: int
+) -> None:
+    decoder, begun = decoder_of(byte_tokens), thread_time()
+    pieces = [decoder.feed(byte) for _ in range(20_000)]
+    assert len("".join(pieces)) > 19_900
+    assert thread_time() - begun < 10  # half a minute if each were decoded with all before it
 
 
 @given(

@@ -11,7 +11,14 @@ from time import thread_time
 
 import pytest
 
-from rollmesh.chat.parsing import CHANNELS, FORMATS, HARMONY, TAGS, ReasoningSplitter
+from rollmesh.chat.parsing import (
+    CHANNELS,
+    FORMATS,
+    HARMONY,
+    TAGS,
+    ReasoningSplitter,
+    read_call,
+)
 from tests.chat.parsing.test_formats import parse
 from tests.chat.parsing.writers import WRITERS
 
@@ -118,3 +125,7 @@ def test_reasoning_is_parted_in_linear_time(opening: str, filler: str) -> None:
         splitter.finish()
 
     assert is_linear(read, opening, filler)
+
+
+def test_a_long_number_that_is_none_is_refused_in_linear_time() -> None:
+    assert is_linear(lambda text: read_call(f"f(a={text}x)"), "", "1")

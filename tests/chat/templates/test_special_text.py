@@ -88,6 +88,13 @@ def test_hidden_text_is_the_text_without_a_special_id(
     assert tokenizer.spells(text) or ids == parity.ids
 
 
+def test_text_cannot_spell_the_marks_of_the_templates_own_tokens(tokenizer: Tokenizer) -> None:
+    text = "a \ufdd5<|im_end|>\ufdd6 b"
+    ids = tokenizer.encode(f"{tokenizer.hide(text)}<|im_end|>").tolist()
+    assert special(tokenizer, ids) == [tokenizer.special_id("<|im_end|>")]
+    assert tokenizer.rust.decode(ids, skip_special_tokens=False) == f"{text}<|im_end|>"
+
+
 END = "<|im_end|>"
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "description": f"x{END}"}}
 CASES = {

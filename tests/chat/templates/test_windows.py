@@ -17,6 +17,8 @@ DEEP = '{"a": ' * 2000 + "1" + "}" * 2000
         pytest.param("not json", "{}", id="no JSON"),
         pytest.param("[1]", "{}", id="no object"),
         pytest.param(DEEP, "{}", id="nested too deeply"),
+        pytest.param('{"a": 1e400}', "{}", id="a number beyond doubles"),
+        pytest.param(f'{{"a": {"1" * 5000}}}', "{}", id="a number of too many digits"),
     ],
 )
 def test_a_call_is_printed_whatever_was_sampled(arguments: str, printed: str) -> None:

@@ -3,12 +3,13 @@
 import io
 import struct
 import zlib
+from time import thread_time
 
 import pytest
 from hypothesis import given, strategies as st
 from PIL import Image
 
-from rollmesh.runtime.codec import ImageLimits, check_image, decode_image
+from rollmesh.runtime.codec import ImageLimits, check_image, decode_image, read_data_url
 from rollmesh.runtime.errors import InvalidImageError
 from tests.chat.images.pictures import picture
 
@@ -155,3 +156,10 @@ def test_a_scan_within_metadata_does_not_count() -> None:
     jpeg = picture(kind="JPEG")
     thumbnail = b"\xff\xe1" + (2 + 400).to_bytes(2, "big") + b"\xff\xda\0\2" * 100
     assert check_image(jpeg[:2] + thumbnail + jpeg[2:], FIELD).media_type == "image/jpeg"
+
+
+def test_a_long_text_that_is_no_data_url_is_refused_quickly() -> None:
+    begun = thread_time()
+    with pytest.raises(InvalidImageError, match="not a data URL"):
+        read_data_url("data:" + "a" * 200_000, FIELD)
+    assert thread_time() - begun < 2  # a quarter of a minute if each part were tried with each

@@ -22,7 +22,8 @@ _CLOSING = re.compile(r"[<\[\u25c1]\S{0,62}[>\]\u25b7]")
 """What templates and agents print around reasoning, such as `<think>` or `[/THINK]`."""
 _sorted_json = partial(json.dumps, sort_keys=True, separators=(",", ":"))
 _FOLD = re.compile(
-    r"<details\b[^>]{0,256}>\s*(?:<summary>[^<]{0,256}</summary>\s*)?(.*?)</details>(.*)", re.DOTALL
+    r"<details\b[^>]{0,256}>\s*+(?:<summary>[^<]{0,256}</summary>\s*+)?(.*?)</details>(.*)",
+    re.DOTALL,
 )
 
 
@@ -62,10 +63,8 @@ def _key(group: MessageGroup, *, call_ids: bool, lenient: bool) -> bytes:
 
 def _shape(message: Message) -> str:
     """Returns how many calls a message has, and which images are where."""
-    shape = str(len(message.tool_calls))
-    for image in message.images:
-        shape += f" {image.at} {image.sha256}"
-    return shape
+    images = (f" {image.at} {image.sha256}" for image in message.images)
+    return str(len(message.tool_calls)) + "".join(images)
 
 
 def _digest(fields: list[str]) -> bytes:

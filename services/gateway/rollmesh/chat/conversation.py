@@ -162,13 +162,8 @@ class Conversation:
         held = [*self._held, *(turn.held if turn is not None else ())]
         if rule is None:
             return []
-        found: list[Placeholder] = []
-        start = 0
-        for one in held:
-            own = locate(one.token_ids, images_of([one.messages]), rule)
-            found += (each._replace(offset=each.offset + start) for each in own)
-            start += len(one.token_ids)
-        return found
+        ids = _joined(one.token_ids for one in held)
+        return locate(ids, images_of(one.messages for one in held), rule)
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:

@@ -113,8 +113,7 @@ def load_rule(model_path: Path) -> ImageRule | None:
     Raises:
         ModelFilesError: A file cannot be read, or lacks a number that the rule needs.
     """
-    config = _read(model_path / "config.json")
-    reserved = reserved_ids(config)
+    config, reserved = _read(model_path / "config.json"), load_reserved_ids(model_path)
     printed = config.get("image_token_id", config.get("image_token_index"))
     model_type = config.get("model_type")
     if printed is None or model_type not in {*_GRID_TYPES, "llava"}:
@@ -148,19 +147,14 @@ def load_rule(model_path: Path) -> ImageRule | None:
         ) from error
 
 
-def reserved_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the ids that a model's config names for images, video and sound, ascending."""
-    named = (config.get(name) for name in _ID_NAMES)
-    return tuple(sorted({one for one in named if isinstance(one, int)}))
-
-
 def load_reserved_ids(model_path: Path) -> tuple[int, ...]:
     """Returns the ids that a model directory names for images, video and sound, ascending.
 
     Raises:
         ModelFilesError: The model's config cannot be read.
     """
-    return reserved_ids(_read(model_path / "config.json"))
+    named = map(_read(model_path / "config.json").get, _ID_NAMES)
+    return tuple(sorted({one for one in named if isinstance(one, int)}))
 
 
 def reserved_texts(ids: Collection[int], tokenizer: ModelTokenizer) -> tuple[str, ...]:
@@ -175,7 +169,7 @@ def _read(path: Path) -> dict[str, Any]:
 # Images of messages in OpenAI's form.
 
 _FORMATS = {name: f"image/{name.lower()}" for name in ("PNG", "JPEG", "WEBP", "GIF")}
-_DATA_URL = re.compile(r"data:(?P<type>[^;,]*)[^,]*;base64,", re.ASCII)
+_DATA_URL = re.compile(r"data:(?P<type>[^;,]*+)[^,]*;base64,", re.ASCII)
 _MOST_FILE_BYTES, _MOST_FILE_PIXELS = 20 * 1024 * 1024, 16 * 1024 * 1024
 _MOST_SCANS = 32
 """Scans of a progressive JPEG. Encoders make about ten. Each costs time for all pixels."""
@@ -283,8 +277,6 @@ def expand(ids: TokenIds, images: Sequence[Image], rule: ImageRule) -> TokenIds:
         raise PlacementError(
             f"the chat template prints {len(at)} placeholders for {len(images)} images"
         )
-    if not images:
-        return ids
     parts: list[TokenIds] = []
     begin = 0
     for index, image in zip(at.tolist(), images, strict=True):

@@ -54,7 +54,7 @@ def is_object(text: str) -> bool:
     """Returns whether a text is a JSON object. Its numbers may have any size."""
     try:
         _check_depth(text)
-        return isinstance(json.loads(text, parse_constant=_finite), dict)
+        return isinstance(json.loads(text, parse_int=float, parse_constant=_finite), dict)
     except ValueError:
         return False
 

@@ -87,11 +87,7 @@ class Message:
 
 def images_of(groups: "Iterable[MessageGroup]") -> list[Image]:
     """Returns the images of message groups, in order."""
-    images: list[Image] = []
-    for group in groups:
-        for message in group:
-            images += message.images
-    return images
+    return [image for group in groups for message in group for image in message.images]
 
 
 MessageGroup: TypeAlias = tuple[Message, ...]

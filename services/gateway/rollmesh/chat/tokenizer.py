@@ -2,6 +2,7 @@
 
 import json
 import re
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,12 @@ TokenIds: TypeAlias = NDArray[np.uint32]
 """Token ids, dtype uint32, shape [N]."""
 
 # Noncharacters of Unicode: the first is put into hidden text, the second follows a first that the
-# text itself contains, the others surround special tokens that the template printed.
-_HIDDEN, _LITERAL, _OPEN, _CLOSE = "\ufdd3", "\ufdd4", "\ufdd5", "\ufdd6"
+# text itself contains, the others surround special tokens that the template printed. No text spells
+# these, because each process draws its own.
+_HIDDEN, _LITERAL, _OPEN, _CLOSE = "\ufdd3", "\ufdd4", f"\ufdd5{secrets.token_hex(8)}", "\ufdd6"
 _ANY_HIDDEN = re.compile(f"{_HIDDEN}{_LITERAL}?")
+_BROKEN = "\ufffd"  # of bytes that are no character
+_MOST_HELD = 32  # ids of one character. Those of a model that samples bytes alone never end
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -261,8 +265,8 @@ class _Stream(TextStream):
 
     _rust: RustTokenizer
     _hidden: frozenset[int]
-    _stream: DecodeStream | None = None
-    """None before the first ids."""
+    _stream: DecodeStream = field(default_factory=DecodeStream)
+    _begun: bool = False
     _pending: list[int] = field(default_factory=list)
 
     def feed_all(self, token_ids: Sequence[int]) -> str:
@@ -270,26 +274,45 @@ class _Stream(TextStream):
         # The first ids may be the complete answer: decoding them at once takes a tenth of the time.
         if not ids:
             return ""
-        if self._stream is None:
-            self._stream = DecodeStream(skip_special_tokens=False)
-            piece = self._stream.step(self._rust, ids)
-            if piece is not None:  # it does not end within a character
-                return str(piece)
-            self._stream = DecodeStream(skip_special_tokens=False)
-        text = ""
-        for token_id in ids:
+        if not self._begun:
+            self._begun, piece = True, self._restart(ids)
+            if piece is not None and _BROKEN not in piece:  # else it depends on how ids come
+                return piece
+            self._stream = DecodeStream()
+        return "".join(map(self._step, ids))
+
+    def _step(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        try:
             piece = self._stream.step(self._rust, token_id)
-            if piece is None:
-                self._pending.append(token_id)
-            else:
-                self._pending.clear()
-                text += piece
-        return text
+        except Exception:  # it would take back a character: a broken one follows it
+            piece = self._restart(self._pending)
+        if piece is not None:
+            self._pending.clear()
+        elif len(self._pending) % _MOST_HELD == 0:
+            return self._pass_on()
+        return piece or ""
+
+    def _pass_on(self) -> str:
+        """Returns the text of held ids that no later one changes, and holds the others."""
+        held = self._pending
+        for size in range(len(held) - 1, len(held) - _MOST_HELD // 4, -1):
+            text, rest = self._text(held[:size]), self._text(held[size:])
+            if rest.endswith(_BROKEN) and text + rest == self._text(held):
+                self._pending = held[size:]
+                self._restart(self._pending)
+                return text
+        return ""
+
+    def _restart(self, token_ids: list[int]) -> str | None:
+        self._stream = DecodeStream()
+        return self._stream.step(self._rust, token_ids)
+
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self._rust.decode(token_ids, skip_special_tokens=False))
 
     def finish(self) -> str:
-        left = str(self._rust.decode(self._pending, skip_special_tokens=False))
-        self._pending.clear()
-        return left
+        return self._text(self._pending)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
-from rollmesh.chat.json_values import is_deeper, is_object
+from rollmesh.chat.json_values import is_deeper, read_json
 from rollmesh.chat.messages import (
     Message,
     MessageGroup,
@@ -104,14 +104,17 @@ def result(content: str, call: ToolCall = CALL) -> Message:
 def readable(calls: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
     """Returns calls that any template prints. The text after them does not depend on arguments.
 
-    Sampled arguments may not be an object, or may be nested so deeply that a template fails on
-    them. The tokens of the session stay as sampled.
+    Sampled arguments may be no object that a template can read, or may be nested so deeply that it
+    fails on them. The tokens of the session stay as sampled.
     """
     shown: list[ToolCall] = []
     for call in calls:
         text = call.arguments
-        deep = is_deeper(text, _MOST_RENDERED_DEPTH)
-        is_plain = not text.strip() or (not deep and is_object(text))
+        try:
+            value = read_json(text) if text.strip() else {}
+        except ValueError:
+            value = None
+        is_plain = isinstance(value, dict) and not is_deeper(text, _MOST_RENDERED_DEPTH)
         shown.append(call if is_plain else replace(call, arguments="{}"))
     return tuple(shown)
 

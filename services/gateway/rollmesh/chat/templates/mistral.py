@@ -206,8 +206,7 @@ class _Stream(TextStream):
         if name is not None:
             return name.encode()
         if self._is_tekken:
-            own: bytes = self._tokenizer.id_to_byte_piece(token_id, SpecialTokenPolicy.KEEP)
-            return own
+            return bytes(self._tokenizer.id_to_byte_piece(token_id, SpecialTokenPolicy.KEEP))
         text = str(self._tokenizer.id_to_piece(token_id))
         if byte := _BYTE.fullmatch(text):
             return bytes.fromhex(byte[1])

@@ -226,7 +226,7 @@ def _check_header(
 
 # Data URLs, in which agents send images.
 
-_DATA_URL = re.compile(r"data:(?P<type>[^;,]*)(?P<options>[^,]*),", re.ASCII)
+_DATA_URL = re.compile(r"data:(?P<type>[^;,]*+)(?P<options>[^,]*+),", re.ASCII)
 
 
 def read_data_url(url: str, field: str, max_bytes: int | None = None) -> tuple[str, bytes]:

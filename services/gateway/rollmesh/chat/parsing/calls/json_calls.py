@@ -162,6 +162,7 @@ class ObjectCallParser(StepParser):
         self._format = format_
         self._names = names  # of the known tools
         self._outside = (format_.open, *format_.around)
+        self._ending = format_.close or format_.open  # of a body that is not scanned
         self._state = _State.TEXT
         self._opened = ""  # the delimiter or the whitespace in front of a call
         # A delimiter outside of strings ends an object: it was truncated. None has a `<`.
@@ -301,11 +302,6 @@ class ObjectCallParser(StepParser):
         head = self._held[:_MOST_HEADER].lstrip()
         return not self._format.close and head[:1] in {"[", "{"}
 
-    @property
-    def _ending(self) -> str:
-        """The end of a body that is not scanned."""
-        return self._format.close or self._format.open
-
     def _ends_body(self, text: str) -> bool:
         text = self._unscanned + text
         self._unscanned = text[self._scanner.scan(text) :]
@@ -367,8 +363,14 @@ def _has_other_text(text: str) -> bool:
 
 
 def _name_of(header: "re.Match[str]") -> str:
+    """Returns the name in a header. That of a JSON string with a malformed escape is its text."""
     name = header["name"]
-    return json_string(name) if name.startswith('"') else name.strip()
+    if not name.startswith('"'):
+        return str(name).strip()
+    try:
+        return str(json.loads(name, strict=False))
+    except ValueError:
+        return str(name)[1:-1]
 
 
 def _read_calls(body: str, keys: tuple[str, ...], id_key: str) -> list[tuple[str, str, str]]:
@@ -402,17 +404,9 @@ def _read_calls(body: str, keys: tuple[str, ...], id_key: str) -> list[tuple[str
     return found
 
 
-def json_string(source: str) -> str:
-    """Returns the value of a JSON string. Its raw text if an escape is malformed."""
-    try:
-        return str(json.loads(source, strict=False))
-    except ValueError:
-        return source[1:-1]
-
-
 def _source_of(body: str, key: str) -> str:
-    """Returns the source text of a key's object in valid JSON. `{}` if it is absent."""
-    depth, at = 0, 0
+    """Returns the source text of a key's last object in valid JSON. `{}` if it is absent."""
+    depth, at, found = 0, 0, "{}"
     decoder = json.JSONDecoder()
     while at < len(body):
         char = body[at]
@@ -420,9 +414,9 @@ def _source_of(body: str, key: str) -> str:
             text, at = decoder.raw_decode(body, at)
             colon = re.compile(r"\s*:\s*").match(body, at)
             if colon and depth == 1 and text == key:
-                _, end = decoder.raw_decode(body, colon.end())
-                return body[colon.end() : end]
+                _, at = decoder.raw_decode(body, colon.end())
+                found = body[colon.end() : at]
             continue
         depth += (char in "{[") - (char in "}]")
         at += 1
-    return "{}"
+    return found

@@ -19,7 +19,7 @@ from rollmesh.chat.parsing.calls.channels import MESSAGE, Kind, WholeCallsParser
 from rollmesh.chat.parsing.parser import MOST_NAME, NAME_CHARACTER, Schema, Schemas, possible_start
 
 _START, _ENDS = "<|start|>", ("<|eom|>", "<|eot|>")
-_BREAKS = (*_ENDS, _START, MESSAGE)
+SPECIAL_TOKENS = (MESSAGE, *_ENDS, _START)
 _RECIPIENT = re.compile(rf"\bto=({NAME_CHARACTER}+)\s*$")
 _SPACES = 16  # before the header of a message that follows one without an end
 _UNENDED = re.compile(rf"[^\S\n]{{0,{_SPACES}}}\bto={NAME_CHARACTER}{{1,{MOST_NAME}}}$")
@@ -36,14 +36,13 @@ _PARAMETER = re.compile(
 _INVOKE_END, _PARAMETER_END = "</atem:invoke>", "</atem:parameter>"
 _END = re.compile("|".join(map(re.escape, _ENDS)))
 _AROUND = re.compile(r"</?atem:function_calls>")
-SPECIAL_TOKENS = (MESSAGE, *_ENDS, _START)
 
 
 class MuseParser(WholeCallsParser):
     """Turns one answer's text into events."""
 
     def __init__(self, schemas: Schemas) -> None:
-        super().__init__(schemas, _BREAKS)
+        super().__init__(schemas, SPECIAL_TOKENS)
 
     def _is_header(self, text: str) -> bool:
         left = _END.sub("", text).strip()
@@ -56,7 +55,7 @@ class MuseParser(WholeCallsParser):
         return "reasoning" if recipient[1] == "self" else "call"
 
     def _keep(self, text: str) -> int:
-        kept = possible_start(text, _BREAKS)
+        kept = possible_start(text, SPECIAL_TOKENS)
         size = len(text) - kept
         begun = _UNENDED_BEGUN.search(text, max(size - _MOST_UNENDED, 0), size)
         return len(text) - begun.start() if begun else kept

@@ -115,7 +115,7 @@ class LiteralReader:
 _NAME = re.compile(rf"[A-Za-z_]{NAME_CHARACTER}*")
 _KEY = re.compile(r"[^\W\d]\w*")
 _STRING = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
-_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.])")
+_NUMBER = re.compile(r"[-+]?(?:\d++\.?\d*+|\.\d++)(?:[eE][-+]?\d++)?(?![\w.])")
 _WORD = re.compile(r"[A-Za-z]+")
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _MOST_DIGITS = 400
