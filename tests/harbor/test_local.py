@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
@@ -12,8 +13,13 @@ from typing import Any
 
 import pytest
 
-from rollmesh.client import SessionResult
-from rollmesh.integrations.harbor import HarborTrialRunner, decode_of, write_details
+from rollmesh.client import Session, SessionResult
+from rollmesh.integrations.harbor import (
+    HarborRolloutError,
+    HarborTrialRunner,
+    decode_of,
+    write_details,
+)
 from rollmesh.v1 import session_pb2
 from tests.collector.records import record
 from tests.harbor.connecting import ASKED, RULES, trained
@@ -137,6 +143,33 @@ def test_a_document_of_any_form_that_the_agent_left_stays(tmp_path: Path, text: 
     assert (tmp_path / "agent" / "trajectory.json").read_text() == text
     written = json.loads((tmp_path / "agent" / "trajectory.sampled.json").read_text())
     assert written["session_id"] == "one"
+
+
+def test_a_link_that_the_agent_left_is_not_written_through_and_a_pipe_not_read(
+    tmp_path: Path,
+) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "trial"
+    outside.write_text("kept")
+    (folder / "agent").mkdir(parents=True)
+    (folder / "result.json").write_text('{"agent_result": null}')
+    os.mkfifo(folder / "agent" / "trajectory.json")
+    (folder / "agent" / ".trajectory.sampled.json.part").symlink_to(outside)
+    session = told(record("one"), [user("Hi")], [{"role": "assistant", "content": "One."}])
+    write_details(SessionResult.from_proto(session), folder)
+    assert outside.read_text() == "kept"
+    written = json.loads((folder / "agent" / "trajectory.sampled.json").read_text())
+    assert written["session_id"] == "one"
+
+
+@pytest.mark.parametrize("lacking", ["python", "folder"])
+async def test_a_trial_whose_process_cannot_start_failed_by_its_infrastructure(
+    tmp_path: Path, lacking: str
+) -> None:
+    (tmp_path / "file").touch()
+    settings = settings_of(tmp_path) | {lacking: str(tmp_path / "file" / "missing")}
+    session = Session("one", "key", "http://127.0.0.1:1/sessions/key/v1")
+    with pytest.raises(HarborRolloutError, match=r"^the trial did not start: "):
+        await HarborTrialRunner(**settings)("/task", session)
 
 
 async def test_a_trial_that_cannot_begin_fails_with_the_end_of_its_log(

@@ -664,9 +664,8 @@ class Connector(RelayClient):
                 superseded=ending.superseded,
             )
         except (SessionClosedError, RolloutEndedError) as error:
-            _log.info(
-                "session was closed before", extra=self._what(rollout=rollout.id, error=str(error))
-            )
+            what = self._what(rollout=rollout.id, error=str(error))
+            _log.info("session was closed before", extra=what)
         except (RollmeshError, HarborError) as error:
             what = self._what(rollout=rollout.id, error=str(error))
             _log.warning("session was not closed, will retry", extra=what)

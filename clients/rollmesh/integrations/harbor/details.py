@@ -79,7 +79,8 @@ def rollout_details_of(session: SessionResult) -> list[dict[str, Any]]:
         turns = [ids_of(trajectory, one) for one in sampled]
         facts = [facts_of(trajectory, one) for one in sampled]
         names = ("prompt_token_ids", "completion_token_ids", "logprobs")
-        extra = {name: [one[name] for one in facts] for name in _EXTRA}
+        further = ("policy_versions", "trained", "reasons", "node_id")
+        extra = {name: [one[name] for one in facts] for name in further}
         details.append({name: [turn[name] for turn in turns] for name in names} | {"extra": extra})
     return details
 
@@ -166,17 +167,19 @@ def write_details(session: SessionResult, folder: str | Path, decode: Decode | N
 
 def _is_ours(document: Path) -> bool:
     """Returns whether an earlier call wrote a document."""
+    if not document.is_file():  # a pipe would be read forever
+        return False
     try:
         return "rollmesh" in json.loads(document.read_bytes()).get("extra", {})
     except (ValueError, AttributeError, TypeError, RecursionError):  # an agent writes anything
         return False
 
 
-_EXTRA = ("policy_versions", "trained", "reasons", "node_id")
-
-
 def _write(path: Path, document: object) -> None:
     """Replaces a file as a whole, so that neither a viewer nor a kill finds half of it."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(document, allow_nan=False))
+    text = json.dumps(document, allow_nan=False)
+    part.unlink(missing_ok=True)  # an agent may have left a link to another file
+    with part.open("x") as file:
+        file.write(text)
     part.replace(path)

@@ -487,18 +487,21 @@ class HarborTrialRunner:
             HarborRolloutError: The trial failed by its infrastructure.
             InvalidFieldError: The sample is no task.
         """
-        config = self._config(task_of(sample), session)
-        folder = self._folder()
-        log = folder / f"{session.session_id}.log"
-        with log.open("wb") as output:
-            process = await asyncio.create_subprocess_exec(
-                *(str(self.python), "-P", str(_SCRIPT)),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=inherited(self.env),
-                start_new_session=True,
-            )
+        task = task_of(sample)
+        try:
+            folder, config = self._folder(), self._config(task, session)
+            log = folder / f"{session.session_id}.log"
+            with log.open("wb") as output:
+                process = await asyncio.create_subprocess_exec(
+                    *(str(self.python), "-P", str(_SCRIPT)),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    env=inherited(self.env),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise HarborRolloutError(f"the trial did not start: {error}") from error
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(config).encode() + b"\n")

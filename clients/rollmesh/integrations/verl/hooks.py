@@ -44,16 +44,10 @@ class RewardLoop:
             "prompt_len": len(columns["prompts"]),
             "response_len": len(columns["responses"]),
         }
-        objects = {name: _one(value) for name, value in said.items()}
+        objects = {name: np.fromiter([value], object) for name, value in said.items()}
         data = DataProto(batch=TensorDict(tensors, batch_size=[1]), non_tensor_batch=objects)
         scored = await next(self._workers).compute_score.remote(data)
         return float(scored["reward_score"]), dict(scored.get("reward_extra_info") or {})
-
-
-def _one(value: Any) -> Any:
-    array = np.empty(1, dtype=object)
-    array[0] = value
-    return array
 
 
 _NUMBERS = {
