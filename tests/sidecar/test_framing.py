@@ -114,14 +114,30 @@ async def test_a_stream_to_a_client_of_http_1_0_has_no_chunks_and_ends_with_its_
     assert lines[-2:] == [b"data: [DONE]", b""]
 
 
-async def test_a_client_that_offers_http_2_is_served_http_1_1() -> None:
-    upgrade = b"\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA"
+OFFER = b"\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA"
+
+
+async def test_a_client_that_offers_http_2_is_refused_with_the_reason_too() -> None:
     async with served() as (url, gateway), wired(url) as wire:
-        head = CHAT + upgrade + b"\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+        await wire.send([CHAT + OFFER + b"\r\nContent-Length: 99999999999\r\n\r\n"])
+        assert await wire.refusal() == (413, "body_too_large")
+    async with served(max_pipelined_requests=1) as (url, gateway), wired(url) as wire:
+        requests = [
+            CHAT + one + b"\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
+            for one in (b"", OFFER, OFFER)
+        ]
+        await wire.send([b"".join(requests)])
+        assert (await wire.answer())[0] == 200
+    assert len(gateway.requests) == 1
+
+
+async def test_a_client_that_offers_http_2_is_served_http_1_1() -> None:
+    async with served() as (url, gateway), wired(url) as wire:
+        head = CHAT + OFFER + b"\r\nContent-Length: %d\r\n\r\n" % len(BODY)
         for _ in range(2):
             await wire.send([head + BODY])
             assert (await wire.answer())[0] == 200
-        await wire.send([HEALTH[:-2] + upgrade[2:] + b"\r\n\r\n", HEALTH])
+        await wire.send([HEALTH[:-2] + OFFER[2:] + b"\r\n\r\n", HEALTH])
         assert [(await wire.answer())[0] for _ in range(2)] == [200, 200]
         await wire.send([b"CONNECT x:443 HTTP/1.1\r\nHost: x\r\n\r\n"])
         assert await wire.refusal() == (400, "http_invalid")

@@ -200,12 +200,12 @@ class BoundedProtocol(HttpToolsProtocol):
             piece = view[: max(most - self._unread_bytes, 1)]
             self._unread_bytes += len(piece)
             try:
-                self.parser.feed_data(piece)
+                try:
+                    self.parser.feed_data(piece)
+                except httptools.HttpParserUpgrade as upgrade:
+                    piece = piece[: upgrade.args[0]]
+                    self._begin_again()
                 self._check_fields()
-            except httptools.HttpParserUpgrade as upgrade:
-                view = view[upgrade.args[0] :]
-                self._begin_again()
-                continue
             except (httptools.HttpParserError, RollmeshError) as error:
                 self._refuse(
                     self._refusal or HttpInvalidError(f"not a valid HTTP/1.1 request: {error}")

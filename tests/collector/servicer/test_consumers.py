@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from rollmesh.client import Client, MeshAddresses, Subscription
+from rollmesh.collector import Store
 from rollmesh.runtime.errors import (
     ConsumerExistsError,
     ConsumerMovedError,
@@ -154,6 +155,28 @@ async def test_a_write_with_a_request_id_is_done_once(stub: Any) -> None:
         first = await call(request, timeout=TIMEOUT_S)
         assert await call(request, timeout=TIMEOUT_S) == first
         assert isinstance(await refused(call(other, timeout=TIMEOUT_S)), RepeatConflictError)
+
+
+async def test_a_write_whose_caller_leaves_is_not_done_again_for_its_repeat(
+    stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, begun, goes_on = Store.create_consumer, asyncio.Event(), asyncio.Event()
+
+    async def slow(store: Store, *args: Any) -> pb.Consumer:
+        begun.set()
+        await goes_on.wait()
+        return await create(store, *args)
+
+    monkeypatch.setattr(Store, "create_consumer", slow)
+    consumer = pb.Consumer(name="c", unit=SESSION)
+    request = pb.CreateConsumerRequest(consumer=consumer, request_id="r")
+    left = stub.CreateConsumer(request)
+    await begun.wait()
+    left.cancel()
+    again = stub.CreateConsumer(request, timeout=TIMEOUT_S)
+    await asyncio.sleep(0.1)
+    goes_on.set()
+    assert (await again).consumer.name == "c"
 
 
 async def test_a_new_filter_holds_from_the_next_delivery_and_ends_no_stream(stub: Any) -> None:

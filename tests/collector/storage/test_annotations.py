@@ -68,6 +68,20 @@ async def test_annotations_are_removed_with_the_session(store: Store) -> None:
     assert (await store.counts()).stored_bytes <= before
 
 
+async def test_a_store_that_is_full_of_sessions_takes_the_scores_that_these_wait_for(
+    store: Store,
+) -> None:
+    await fill(store, [record("a"), record("b")])
+    used, teacher = (await store.counts()).stored_bytes, pb.Teacher(model="t")
+    store.retention = Retention(settled_ms=10**12, max_bytes=used)
+    with pytest.raises(StoreFullError):
+        await fill(store, [record("c")])
+    await store.add_scores(teacher, ("a", 0), b"scores")
+    assert await store.scores("a") == [(0, b"scores")]
+    with pytest.raises(StoreFullError):  # a tenth is the most
+        await store.add_scores(teacher, ("b", 0), bytes(used))
+
+
 async def test_annotations_leave_room_for_sessions(store: Store) -> None:
     await fill(store, [record(name) for name in "acdefghijklmnopqrstuvwxyz"])
     used = (await store.counts()).stored_bytes

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import uvloop
 
@@ -143,6 +144,48 @@ async def test_a_window_that_was_emptied_between_two_calls_is_used_again() -> No
                 read += await connection.receive()
             await near.close(connection)
         assert read == DATA
+
+
+async def test_a_sender_that_leaves_in_the_middle_of_a_write_costs_no_other_connection_bytes() -> (
+    None
+):
+    sent: list[bytes] = []
+    is_open, writes = asyncio.Event(), set[asyncio.Task[None]]()
+
+    async def written(frame: tunnels_pb2.TunnelFrame) -> None:
+        await is_open.wait()
+        sent.append(frame.data)
+
+    async def write(frame: tunnels_pb2.TunnelFrame) -> None:
+        """As gRPC: a write goes on without its caller, and another one beside it fails."""
+        if any(not one.done() for one in writes):
+            raise grpc.aio.BaseError
+        writes.add(writing := asyncio.ensure_future(written(frame)))
+        await asyncio.shield(writing)
+
+    async def silence() -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield
+
+    is_open.set()
+    async with asyncio.timeout(30), Tunnel().kept() as tunnel:
+        first, second = tunnel.open(), tunnel.open()
+        assert first is not None
+        assert second is not None
+        running = asyncio.ensure_future(tunnel.run(write, silence()))
+        await until(lambda: tunnel.is_up)
+        is_open.clear()
+        leaving = asyncio.ensure_future(first.send(b"a"))
+        await until(lambda: first.sent)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        sending = asyncio.ensure_future(second.send(b"b"))
+        await asyncio.sleep(0.1)
+        is_open.set()
+        await sending
+        assert [one for one in sent if one] == [b"a", b"b"]
+        running.cancel()
+        await asyncio.wait([running])
 
 
 async def test_a_connection_of_a_forgotten_tunnel_does_not_end_its_namesake() -> None:

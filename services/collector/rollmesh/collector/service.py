@@ -285,9 +285,8 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         _check_position("position", request.position)
 
         async def seek() -> pb.SeekResponse:
-            name, now_ms = request.consumer, clock.steady_unix_ms()
-            work = self.store.seek(name, request.position, now_ms)
-            return await self.subscriptions.move(name, work)
+            work = self.store.seek(request.consumer, request.position, clock.steady_unix_ms())
+            return await self.subscriptions.move(request.consumer, work)
 
         return await self._once(request, seek)
 
@@ -470,7 +469,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         self, request: Message, work: Callable[[], Coroutine[Any, Any, _Answer]]
     ) -> _Answer:
         """Does the work of a request once for its id, to the end even if the caller leaves."""
-        return await self._repeats.once(request, lambda: begun(self.subscriptions.tasks, work()))
+        return await begun(self.subscriptions.tasks, self._repeats.once(request, work))
 
     async def _ingest(self, sessions: Sequence[session_pb2.SessionRecord]) -> list[bool]:
         """Stores sessions and returns for each whether it was a repeat."""

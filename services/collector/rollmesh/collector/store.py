@@ -1278,12 +1278,13 @@ def find_unscored(
 def add_scores(tx: Transaction, teacher: pb.Teacher, key: log.RowKey, scores: bytes) -> None:
     """Stores the scores of a trajectory, or empty bytes if the teacher cannot score it.
 
-    Nothing changes if it has some, or if its session was removed.
+    Nothing changes if it has some, or if its session was removed. A full store has a tenth more
+    room for scores: the sessions that fill it may wait for them, and are not removed before.
 
     Raises:
         StoreFullError: There is no room until sessions are settled and removed.
     """
-    _check_room(tx, len(scores))
+    _check_room(tx, len(scores) - tx.store.retention.max_bytes // 10)
     added = tx.db.changed(
         "INSERT INTO scores (session_id, row_index, teacher, scores)"
         " SELECT session_id, ?2, ?3, ?4 FROM sessions WHERE session_id = ?1"

@@ -26,8 +26,6 @@ _LOST_CODES = {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
 _TRANSPORT_CODES = {"UNKNOWN", "INTERNAL"}
 """Of calls that were cut off. A collector's own errors have a reason."""
 _Result = TypeVar("_Result")
-
-
 _PROBE_S = 5.0
 _AWAY_MS, _PAUSE_S = 60_000, 0.5
 """The longest absence of collectors that a read survives, and the time between two looks."""

@@ -298,9 +298,8 @@ class Membership(Background):
                     now_ms = clock.monotonic_ms()
                     if now_ms >= next_log_ms or stream.registered:
                         next_log_ms = now_ms + _LOG_MS
-                        why = {"reason": error.reason, "error": str(error)}
-                        text = fields(router=stream.router, **why)
-                        _log.warning("waiting for the router", extra=text)
+                        why = fields(router=stream.router, reason=error.reason, error=str(error))
+                        _log.warning("waiting for the router", extra=why)
                 finally:
                     was_registered, stream.registered = stream.registered, False
                     self._turned.set()

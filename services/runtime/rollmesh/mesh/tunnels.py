@@ -166,6 +166,7 @@ class Tunnel:
         self._connect = connect
         self._write: _Write | None = None  # of the call, if there is one
         self._writing = asyncio.Lock()  # the senders take turns
+        self._left: asyncio.Task[None] | None = None  # the last write whose sender was cancelled
         self._connections: dict[int, Connection] = {}  # that have not ended at both ends
         self._numbers = itertools.count(1)
         self._last = 0
@@ -294,6 +295,8 @@ class Tunnel:
         number = 0 if connection is None else connection.number
         frame = tunnels_pb2.TunnelFrame(connection=number, data=data, consumed=consumed, end=end)
         async with self._writing:
+            if self._left is not None and not self._left.done():  # gRPC fails a write beside it
+                await asyncio.wait([self._left])
             if connection is not None and self._connections.get(number) is not connection:
                 return  # it was forgotten
             if connection is not None and data:
@@ -309,8 +312,8 @@ class Tunnel:
             try:
                 await asyncio.shield(writing)
             except asyncio.CancelledError:  # gRPC sends no status past a write that is cut off
+                self._left = writing
                 await asyncio.wait([writing], timeout=_LAST_WRITE_S)
-                writing.cancel()
                 raise
 
     async def _read(self, messages: AsyncIterator[_Message]) -> None:
@@ -382,7 +385,7 @@ class Tunnel:
     ) -> None:
         """Sends the lost bytes of a former call again, then something every 2 s."""
         async with self._writing:
-            self._write = write
+            self._write, self._left = write, None
             lost = self._lost({one.connection: one for one in held})
             resumed.set()  # no earlier: `held` is older than the messages of this call
             for frame in lost:
