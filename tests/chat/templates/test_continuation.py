@@ -12,6 +12,7 @@ from rollmesh.chat.templates import (
     TemplateRenderError,
     load_template,
 )
+from tests.chat import families
 from tests.paths import package_folder
 
 TOOLS = b'[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
@@ -217,3 +218,12 @@ def test_a_greeting_that_is_printed_otherwise_beside_tools_is_refused_beside_the
     assert (
         joined(continuation, messages, RenderContext()).tolist() == tokenizer.encode(full).tolist()
     )
+
+
+def test_equal_tools_are_printed_in_the_order_of_each_request() -> None:
+    found, family = families.continuation("qwen3"), families.load("qwen3")
+    groups = group_messages((Message("system", "Be brief."), Message("user", "x")))
+    for order in ('{"name": "f", "parameters": {}}', '{"parameters": {}, "name": "f"}') * 2:
+        tools = f'[{{"type": "function", "function": {order}}}]'
+        first, _ = found.token_ids(groups, 0, make_context(tools.encode(), b""))
+        assert order in family.tokenizer.rust.decode(first.tolist())

@@ -221,7 +221,7 @@ class Continuation:
             partial(probe, tokenizer=tokenizer, image=next(iter(shown), ""))
         )
         self._shown_time = lru_cache(_TIMES)(shown_time(template.source))
-        self._first_ids: ByteCache[bytes, TokenIds] = ByteCache(_FIRST_BYTES)
+        self._first_ids: ByteCache[tuple[bytes, RenderContext], TokenIds] = ByteCache(_FIRST_BYTES)
         """Ids of first groups: many conversations begin with the same system message."""
         self._openings = lru_cache(_OPENINGS)(self._opening)
         self.profile = self._pinned(RenderContext())[1].profile
@@ -274,9 +274,8 @@ class Continuation:
             ids.flags.writeable = False
             return ids
 
-        key = spelling_key(groups[0]) + context.key + context.now.to_bytes(8)
         size = len(groups[0][0].content) + len(context.tools_json)
-        known = self._first_ids.get(key, size, first)
+        known = self._first_ids.get((spelling_key(groups[0]), context), size, first)
         return [known, *self._added(cutter, groups, 1, context, check)]
 
     def _added(
