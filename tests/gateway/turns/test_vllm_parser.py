@@ -176,6 +176,16 @@ async def test_a_worker_that_cannot_start_is_not_tried_again_at_once(
     await parser.close()
 
 
+async def test_a_worker_that_the_system_does_not_start_fails_no_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    reasons: list[str] = []
+    parser = VllmParser("any", tmp_path, timeout_ms=30_000, on_failure=reasons.append)
+    assert await parser.read("text", b"[]") is None
+    assert reasons == ["error"]
+
+
 @pytest.mark.long
 @pytest.mark.vllm
 async def test_a_turn_has_the_calls_that_vllm_found_and_survives_its_worker(

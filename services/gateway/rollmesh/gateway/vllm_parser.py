@@ -90,7 +90,7 @@ class VllmParser:
             self._report("timeout", f"no answer in time, of {self._timeout_s:.0f} s in all")
         except _DEATHS as error:
             self._report("died", f"the worker died: {error}")
-        except _WorkerFailedError as error:
+        except (_WorkerFailedError, OSError) as error:
             self._report("error", str(error))
         finally:
             self._waiting -= 1
