@@ -488,8 +488,7 @@ class VllmBackend:
     async def generate(self, request: GenerateInput) -> AsyncGenerator[engine_pb2.TokenChunk, None]:
         """Yields messages, the last with the finish. Closing the iterator aborts the request."""
         generate = request.generate
-        request_id = generate.request_id
-        sampling = generate.sampling
+        request_id, sampling = generate.request_id, generate.sampling
         if SUPPORT in self.limits.columns and not (sampling.top_k and sampling.temperature):
             raise InvalidSamplingError(
                 "sampling.top_k",
@@ -517,6 +516,9 @@ class VllmBackend:
             async with aclosing(stream) as outputs:
                 async for output in outputs:
                     completion = output.outputs[0]
+                    if self._running[request_id] and not (passed or unread or output.finished):
+                        yield aborted()  # vLLM took it in a thread, and did not know of it yet
+                        return
                     if output.lora_request != lora:
                         raise RollmeshError("vLLM sampled with another adapter than it was told")
                     is_first = generate.images and not passed and not unread

@@ -146,8 +146,7 @@ def keep_rows(processor: Any, found: Any) -> None:
         processor.logprobs = []
     end = 1 + processor.num_logprobs  # a request of the same step may have asked for more
     for ids, logprobs in zip(found.logprob_token_ids, found.logprobs, strict=True):
-        row = Row(pack_ids(ids[:end]), pack_logprobs(logprobs[:end]))
-        processor.logprobs.append(row)
+        processor.logprobs.append(Row(pack_ids(ids[:end]), pack_logprobs(logprobs[:end])))
 
 
 def keep_tensors(processor: Any, found: Any) -> None:

@@ -56,7 +56,9 @@ class Grammars:
             self.stop()
             ours, theirs = socket.socketpair()
             with theirs:
-                self._process = await asyncio.to_thread(_started, self._command, theirs)
+                self._process = await asyncio.to_thread(
+                    subprocess.Popen, self._command, stdin=theirs.fileno(), start_new_session=True
+                )
             self._control = ours
             if self._vocabulary is not None:
                 socket.send_fds(ours, [b"v"], [self._vocabulary])
@@ -162,10 +164,6 @@ class Grammars:
             return b""
         finally:
             writer.close()
-
-
-def _started(command: Sequence[str], theirs: socket.socket) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)  # noqa: S603 - ours
 
 
 def _in_memory(data: bytes) -> int:
