@@ -1,11 +1,14 @@
 import json
+import time
 
+import numpy as np
 import pytest
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import collector_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from rollmesh.view import Index, Selection, closed_session
 from tests.collector.records import record as stored, tree
+from tests.token_arrays import pack_tokens
 
 _RUN = 10**12
 _EVAL = session_pb2.SESSION_PURPOSE_EVAL
@@ -338,3 +341,33 @@ def test_a_session_that_is_recorded_as_text_has_its_messages_as_nodes() -> None:
     index = Index()
     index.add([text])
     assert ids(index.sessions(Selection(words="assistant"))) == ["s"]
+
+
+def long_session(turns: int) -> session_pb2.SessionRecord:
+    """Turns of 2 tokens after 2 others, each of a policy version and with an image of its own."""
+    found = session_pb2.SessionRecord(session_id="long", turns=turns)
+    path = found.trajectories.add(trajectory_id="long-1", session_id="long")
+    for at in range(turns):
+        start, node = 4 * at, path.segments.add
+        node(start=start, end=start + 2, node_id=2 * at + 1)
+        node(start=start + 2, end=start + 4, node_id=2 * at + 2, sampled=True, trained=True)
+        path.version_spans.add(start=start + 2, end=start + 4, policy_version=at)
+        path.images.add(sha256=f"{at}", start=start + 1, tokens=1)
+    ids = np.arange(4 * turns, dtype=np.uint32)
+    path.tokens.CopyFrom(pack_tokens(ids, np.zeros(len(ids), np.float32), ids % 4 > 1))
+    return found
+
+
+def test_the_cost_of_a_long_session_grows_with_its_turns() -> None:
+    taken = dict[int, float]()
+    for turns in (200, 4_000) * 3:
+        given = collector_pb2.ReadSessionsResponse(session=long_session(turns))
+        begun = time.process_time()
+        nodes = closed_session(given, None)["nodes"]
+        taken[turns] = min(time.process_time() - begun, taken.get(turns, 1e9))
+        for at, (context, sampled) in enumerate(zip(nodes[::2], nodes[1::2], strict=True)):
+            assert context["versions"] == sampled["images"] == []
+            (shown,), (image,) = sampled["versions"], context["images"]
+            assert (shown["start"], shown["end"], shown["version"]) == (0, 2, at)
+            assert image == {"sha256": f"{at}", "start": 1, "tokens": 1}
+    assert taken[4_000] < 100 * taken[200]  # 20 times as many. It was 400 times as long

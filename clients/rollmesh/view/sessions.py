@@ -1,7 +1,9 @@
 """A session as the viewer shows it: its tree, the paths through it, and the tokens of each node."""
 
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,6 +27,7 @@ from rollmesh.v1 import (
     trajectory_pb2,
 )
 
+_START = attrgetter("start")
 Decode: TypeAlias = Callable[[list[int]], str]
 """Returns the text of token ids, special tokens included."""
 
@@ -273,6 +276,7 @@ def _node(
     start: int,
     of: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree,
 ) -> dict[str, Any]:
+    first, last = (bisect_left(of.images, at, key=_START) for at in (start, node.end))
     return {
         "role": name_of(chat_pb2.Role.DESCRIPTOR, node.role),
         "sampled": node.sampled,
@@ -284,16 +288,16 @@ def _node(
         "versions": _versions(of.version_spans, start, node.end),
         "images": [
             {"sha256": one.sha256, "start": one.start - start, "tokens": one.tokens}
-            for one in of.images
-            if start <= one.start < node.end
+            for one in of.images[first:last]
         ],
     }
 
 
 def _versions(
-    spans: Iterable[sampling_pb2.VersionSpan], start: int, end: int
+    spans: Sequence[sampling_pb2.VersionSpan], start: int, end: int
 ) -> list[dict[str, Any]]:
     """Returns the versions of the tokens from `start` to `end`, by index from `start` on."""
+    first = bisect_right(spans, start, key=attrgetter("end"))  # they ascend
     return [
         {
             "start": max(span.start, start) - start,
@@ -303,8 +307,7 @@ def _versions(
             "adapter": span.adapter,
             "engine_id": span.engine_id,
         }
-        for span in spans
-        if span.start < end and start < span.end
+        for span in spans[first : bisect_left(spans, end, key=_START)]
     ]
 
 
