@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from rollmesh.client import (
     evaluate,
     rollout,
 )
-from rollmesh.runtime.errors import InvalidFieldError, RemoteError
+from rollmesh.runtime.errors import InvalidFieldError, RemoteError, SessionUnknownError
 from tests.engine.engines import CONFIG
 from tests.meshes import Mesh
 from tests.waiting import until
@@ -123,6 +124,27 @@ async def test_weights_that_arrive_meanwhile_end_the_evaluation_with_numbers(
         await evaluate(client, tasks, runner=agent, path=path)
     with pytest.raises(InvalidFieldError, match=r"^policy_version: is 0, and the engines have 1"):
         await evaluate(client, tasks, runner=agent, policy_version=0)
+
+
+async def test_a_reward_that_comes_after_the_close_counts(mesh: Mesh, client: Client) -> None:
+    agent, late = Agent(mesh, {"a": [None]}), list[asyncio.Task[None]]()
+
+    async def judge(session_id: str) -> None:
+        async def set_reward() -> bool:
+            with suppress(SessionUnknownError):  # it is not stored yet
+                await client.set_rewards(session_id, reward=1.0)
+                return True
+            return False
+
+        await until(set_reward)
+
+    async def run(task: str, session: Session) -> float | None:
+        late.append(asyncio.create_task(judge(session.session_id)))
+        return await agent(task, session)
+
+    found = await evaluate(client, ["a"], runner=run, reward_timeout_ms=60_000)
+    assert (found.errors, found.mean_reward) == ({}, 1.0)
+    await asyncio.gather(*late)
 
 
 async def test_results_are_kept_if_the_consumer_cannot_be_deleted(

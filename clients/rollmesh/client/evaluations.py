@@ -471,11 +471,11 @@ class _Run:
         self.tokens += sampled
         if self._is_mixed():
             return  # `_ended` ends the evaluation
-        error = "" if outcome.reward is not None else "the runner returned no reward"
+        reward = session.reward  # the runner's, or one that came late
         self._keep(
             outcome,
-            outcome.reward,
-            error=error,
+            reward,
+            error="" if reward is not None else "the runner returned no reward",
             turns=session.turns,
             sampled_tokens=sampled.total(),
             numerics=tuple(sorted(session.numerics)),
