@@ -140,6 +140,16 @@ def test_the_end_of_a_rollout_is_the_outcome_of_its_session(
         assert (ending.outcome, ending.reward) == (outcome, reward)
 
 
+def test_rewards_of_any_number_and_name_leave_room_in_the_metadata() -> None:
+    ended = {"state": "finished", "error_type": None, "is_latest_attempt": 1}
+    rewards = {"reward": 0.5} | {f"{at}{'😀' * 9999}": 10**999 for at in range(9999)}
+    ending = ending_of(ended, rewards, "reward")
+    assert ending is not None
+    assert (ending.reward, ending.metadata["harbor_reward.reward"]) == (0.5, "0.5")
+    size = sum(len(name.encode()) + len(text) for name, text in ending.metadata.items())
+    assert size < 48 * 1024  # of 64 KiB
+
+
 @pytest.mark.parametrize(
     ("target", "path"),
     [

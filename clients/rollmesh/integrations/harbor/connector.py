@@ -107,7 +107,8 @@ def ending_of(row: Mapping[str, Any], rewards: Mapping[str, Any], reward: str) -
     if row["state"] not in _ENDED:
         return None
     error = row["error_type"] or ""
-    others = {f"harbor_reward.{name}": repr(value) for name, value in rewards.items()}
+    some = list(rewards.items())[:32]  # a verifier writes anything, and metadata has 64 KiB
+    others = {f"harbor_reward.{name[:200]}": repr(value)[:200] for name, value in some}
     metadata = others | ({"harbor_error": error} if error else {})
     superseded = not row["is_latest_attempt"]
     value = rewards.get(reward)
