@@ -40,7 +40,7 @@ def is_infrastructure(error: BaseException) -> bool:
 def text_of(error: BaseException) -> str:
     """Returns the class and message of an error, up to 4,000 characters without session keys."""
     text = "".join(traceback.format_exception_only(error)).strip()[:_MOST_CHARS]
-    return without_keys(text.encode(errors="replace").decode())  # it may have half a character
+    return without_keys(text.encode(errors="replace").decode())  # also half a character
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -297,7 +297,7 @@ def _versions(
     spans: Sequence[sampling_pb2.VersionSpan], start: int, end: int
 ) -> list[dict[str, Any]]:
     """Returns the versions of the tokens from `start` to `end`, by index from `start` on."""
-    first = bisect_right(spans, start, key=attrgetter("end"))  # they ascend
+    first = bisect_right(spans, start, key=attrgetter("end"))  # spans ascend
     return [
         {
             "start": max(span.start, start) - start,
