@@ -471,7 +471,7 @@ class _Run:
         self.tokens += sampled
         if self._is_mixed():
             return  # `_ended` ends the evaluation
-        reward = session.reward  # the runner's, or one that came late
+        reward = session.reward  # of the runner, or a late one
         self._keep(
             outcome,
             reward,

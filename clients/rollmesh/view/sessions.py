@@ -15,6 +15,7 @@ from rollmesh.runtime.codec import (
     messages_in,
     name_of,
     plain,
+    unpack_ids,
     unpack_logprobs,
     unpack_tokens,
 )
@@ -94,7 +95,7 @@ def running_session(found: gateway_pb2.GetSessionResponse, decode: Decode | None
     one = found.session
     nodes = []
     for node in found.nodes:
-        ids = _ids(node.token_ids_u32le)
+        ids = unpack_ids(node.token_ids_u32le, "token_ids").tolist()
         shown = _blank(node) | {
             "role": name_of(chat_pb2.Role.DESCRIPTOR, node.role),
             "sampled": node.sampled,
@@ -134,7 +135,7 @@ def _sampling(turn: gateway_pb2.RunningTurn, decode: Decode | None) -> dict[str,
         "lineage": "MAIN",
         "finish_reason": f"SAMPLING, {turn.sampled_tokens} TOKENS SO FAR",
         "messages": [{"role": "assistant", "content": turn.text}],
-        "ids": _ids(turn.token_ids_u32le),
+        "ids": unpack_ids(turn.token_ids_u32le, "token_ids").tolist(),
         "logprobs": unpack_logprobs(turn.logprobs_f32le, "logprobs").tolist(),
         "mask": None,
         "versions": _versions(
@@ -351,7 +352,3 @@ def _finish(node: Any) -> str:
     if not node.HasField("finish_reason"):
         return ""
     return name_of(sampling_pb2.FinishReason.DESCRIPTOR, node.finish_reason)
-
-
-def _ids(data: bytes) -> list[int]:
-    return [int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)]
