@@ -81,6 +81,23 @@ async def test_collectors_with_one_store_score_each_session_once(
     assert service.calls == dict.fromkeys("abcd", 1)
 
 
+async def test_a_reward_that_a_client_sets_meanwhile_counts_more_than_a_score(
+    tmp_path: Path,
+) -> None:
+    service = Counting()
+    async with served(service) as scorer, stub_at(tmp_path, scorer=scorer) as stub:
+        await ingest(stub, "a", "b")
+        await until(lambda: service.calls.keys() == {"a", "b"})
+        rewards = session_pb2.SessionRewards(reward=REWARD - 1)
+        request = pb.SetRewardsRequest(session_id="a", request_id="r", rewards=rewards)
+        await stub.SetRewards(request, timeout=TIMEOUT_S)
+        service.answers.set()
+        async with subscribing(stub, credits_=2) as stream:
+            assert sorted(await stream.delivered(2)) == ["a", "b"]
+        found = [one.session async for one in stub.ReadSessions(pb.ReadSessionsRequest())]
+    assert {one.session_id: one.reward for one in found} == {"a": REWARD - 1, "b": REWARD}
+
+
 async def test_sessions_that_a_dead_collector_had_to_score_are_scored_by_another(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

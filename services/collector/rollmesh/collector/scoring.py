@@ -127,11 +127,12 @@ class Scoring:
                 await self._set(session_id, scored.rewards)
             except RepeatConflictError:  # another collector, which was thought dead, scored it
                 return
-            except InvalidFieldError as error:  # a retry would fail the same way
-                self._failed(session_id, error)
-                break
             except RollmeshError as error:
-                self._failed(session_id, error)
+                metrics.SCORES.labels("failed").inc()
+                said = fields(session_id=session_id, reason=error.reason, error=str(error))
+                _log.warning("session not scored", extra=said)
+                if isinstance(error, InvalidFieldError):  # a retry would fail the same way
+                    break
                 if attempt < self._tries:
                     await asyncio.sleep(backoff.next_s())
             else:
@@ -140,17 +141,11 @@ class Scoring:
         metrics.SCORES.labels("given_up").inc()
         await self._set(session_id, session_pb2.SessionRewards())
 
-    def _failed(self, session_id: str, error: RollmeshError) -> None:
-        metrics.SCORES.labels("failed").inc()
-        _log.warning(
-            "session not scored",
-            extra=fields(session_id=session_id, reason=error.reason, error=str(error)),
-        )
-
     async def _set(self, session_id: str, rewards: session_pb2.SessionRewards) -> None:
+        """Sets rewards, unless a client has set one while the scorer was asked."""
         await _persistently(
             lambda: self._store.set_rewards(
-                session_id, rewards, _REQUEST_ID, clock.steady_unix_ms()
+                session_id, rewards, _REQUEST_ID, clock.steady_unix_ms(), is_late=True
             )
         )
         self._announce()

@@ -499,8 +499,12 @@ def set_rewards(
     rewards: session_pb2.SessionRewards,
     request_id: str,
     now_ms: int,
+    *,
+    is_late: bool = False,
 ) -> bool:
     """Sets a session's rewards and returns whether it is a repeat, which changes nothing.
+
+    Nor do rewards change anything that are late, if the session has got a reward.
 
     Raises:
         SessionUnknownError: There is no such session.
@@ -528,6 +532,8 @@ def set_rewards(
         return True
     tx.db.run("INSERT INTO reward_requests VALUES (?1, ?2, ?3)", session_id, request_id, digest)
     head = log.read_head(session_id, row[0])
+    if is_late and head.HasField("reward"):
+        return True
     apply_rewards(head, rewards)
     data = head.SerializeToString()
     tx.db.run("UPDATE sessions SET head = ?1 WHERE session_id = ?2", data, session_id)

@@ -337,8 +337,7 @@ class Subscriptions:
         """
         consumer = self._known.get(changes.name) or Consumer(changes)
         async with consumer.paging:
-            now_ms = clock.steady_unix_ms()
-            updated, is_moved = await self.store.update_consumer(changes, now_ms)
+            updated, is_moved = await self.store.update_consumer(changes, clock.steady_unix_ms())
             self._know(updated)
             if is_moved:
                 consumer.reset()
