@@ -72,7 +72,9 @@ async def test_waiting_messages_are_bounded_by_the_tokens_and_rows_that_were_req
 ) -> None:
     sampling = sampling_pb2.SamplingParams(max_tokens=1)
     generate = engine_pb2.GenerateRequest(
-        token_ids_u32le=pack_ids(np.arange(500, dtype=np.uint32)), sampling=sampling, columns=[EXPERTS]
+        token_ids_u32le=pack_ids(np.arange(500, dtype=np.uint32)),
+        sampling=sampling,
+        columns=[EXPERTS],
     )
     request = engine_pb2.StreamedGenerate(generate=generate)
     row = experts_column(0, np.zeros((1, 1, 1), np.uint8))
