@@ -227,3 +227,10 @@ def test_equal_tools_are_printed_in_the_order_of_each_request() -> None:
         tools = f'[{{"type": "function", "function": {order}}}]'
         first, _ = found.token_ids(groups, 0, make_context(tools.encode(), b""))
         assert order in family.tokenizer.rust.decode(first.tolist())
+
+
+def test_a_tool_that_a_template_fails_on_is_refused() -> None:
+    tools = b'[{"function": {"name": "f", "parameters": {"type": "object", "properties": ["a"]}}}]'
+    groups = group_messages((Message("user", "x"),))
+    with pytest.raises(TemplateRenderError, match="has no attribute 'items'"):
+        families.continuation("gemma4_v2").token_ids(groups, 0, make_context(tools, b""))

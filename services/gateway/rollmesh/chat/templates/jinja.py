@@ -67,10 +67,10 @@ class ChatTemplate(ModelTemplate):
                 },
             )
             return replace_surrogates(text)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
-            raise TemplateRenderError(str(error)) from error
         except RecursionError as error:
             raise TemplateRenderError("a value is nested too deeply for the template") from error
+        except Exception as error:  # what a template of others makes of a value may raise anything
+            raise TemplateRenderError(str(error)) from error
 
 
 def variables_of(tokenizer: Tokenizer) -> dict[str, str]:
