@@ -336,7 +336,7 @@ _PATIENCE_S = 0.75
 _PROBE_S = 5.0
 _REPEATED_S = 60.0
 """Time after its first loss within which a long call is repeated, seconds."""
-_FIRST_CALL_RETRY_S, _LONGEST_CALL_RETRY_S = 0.1, 5.0
+_FIRST_CALL_RETRY_S, _LONGEST_CALL_RETRY_S, _LATE_S = 0.1, 5.0, 1.0
 
 
 class Routers:
@@ -475,9 +475,7 @@ class Routers:
 
 
 async def retried(
-    call: Callable[[float], Awaitable[_Result]],
-    timeout_s: float,
-    *also: type[RollmeshError],
+    call: Callable[[float], Awaitable[_Result]], timeout_s: float, *also: type[RollmeshError]
 ) -> _Result:
     """Returns the result of a call, retrying after transient errors.
 
@@ -491,14 +489,16 @@ async def retried(
     """
     now = asyncio.get_running_loop().time
     backoff = Backoff(_FIRST_CALL_RETRY_S, _LONGEST_CALL_RETRY_S)
-    deadline = now() + timeout_s
+    deadline, stood_still = now() + timeout_s, False
     while True:
         try:
             with typed_errors():
                 return await call(deadline - now())
         except RollmeshError as error:
-            asked_s = (error.retry_delay_ms or 0) / 1000
-            wait_s = max(asked_s, backoff.next_s())
+            # No try takes so long, unless this process or its machine stood still.
+            if not stood_still and now() > deadline + _LATE_S:
+                deadline, stood_still = now() + timeout_s, True
+            wait_s = max((error.retry_delay_ms or 0) / 1000, backoff.next_s())
             silent = isinstance(error, RemoteError) and error.code == "DEADLINE_EXCEEDED"
             transient = silent or error.code in _TRANSIENT or isinstance(error, also)
             if not transient or now() + wait_s >= deadline:
