@@ -63,7 +63,8 @@ def main() -> int:
     started = time.monotonic()
     minutes = 10 if options.harbor else 4
     _console.print(f"about {minutes} minutes on two cores that do nothing else")
-    # Handle SIGTERM like Ctrl-C, so that the mesh is stopped too.
+    # Handle SIGTERM like Ctrl-C, which a shell's background ignores, so that the mesh is stopped.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     torch.set_num_threads(2)
     logging.getLogger("httpx").setLevel(logging.WARNING)
