@@ -1,6 +1,7 @@
 """A restored trainer opens a run: its versions go back, and the trainer before it is fenced."""
 
 import asyncio
+import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 
 from rollmesh.client import Client, MeshAddresses
+from rollmesh.router import KeptWeights, RouterConfig, RouterService
 from rollmesh.runtime import number_of
 from rollmesh.runtime.errors import InvalidFieldError, RunAbandonedError, StaleVersionError
 from rollmesh.runtime.rpc import open_channel, typed_errors
 from rollmesh.v1 import router_pb2, router_pb2_grpc, sampling_pb2
+from tests.gateway.live import served
 from tests.processes import reserved_port
 from tests.router.engines import noting_engine
 from tests.router.routers import running_router
@@ -44,6 +47,37 @@ async def test_engines_take_older_weights_of_a_newer_run(tmp_path: Path) -> None
         with pytest.raises(StaleVersionError):
             await restored.push_weights(TENSORS, 5)
         await restored.push_weights(TENSORS, 6)
+
+
+async def test_a_run_whose_caller_left_is_stored_before_another_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores, gate, open_run = threading.Event(), threading.Event(), KeptWeights.open_run
+
+    def held(kept: KeptWeights, run: sampling_pb2.PolicyRun, request_id: str) -> None:
+        if not stores.is_set():
+            stores.set()
+            assert gate.wait(60)
+        open_run(kept, run, request_id)
+
+    monkeypatch.setattr(KeptWeights, "open_run", held)
+    config = RouterConfig(port=0, data_dir=tmp_path, grace_ms=0)
+    async with AsyncExitStack() as stack:
+        router = await stack.enter_async_context(served(RouterService(config), config))
+        await stack.enter_async_context(noting_engine(router, "engine"))
+        channel = await stack.enter_async_context(open_channel(router))
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        first = router_pb2.OpenRunRequest(model="policy", version=5, request_id="first")
+        left = stub.OpenRun(first)
+        assert await asyncio.to_thread(stores.wait, 60)
+        left.cancel()
+        await stub.ListReplicas(router_pb2.ListReplicasRequest())  # the router has heard of it
+        second = router_pb2.OpenRunRequest(model="policy", version=5, request_id="second")
+        opening = stub.OpenRun(second)
+        await stub.ListReplicas(router_pb2.ListReplicasRequest())
+        gate.set()
+        later, repeated = await opening, await stub.OpenRun(first)
+    assert (repeated.run.number, later.run.number) == (1, 2)
 
 
 async def test_a_trainer_that_still_runs_cannot_push_after_another_was_restored(

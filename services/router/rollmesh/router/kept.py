@@ -94,8 +94,7 @@ class KeptWeights:
     @property
     def last_version(self) -> int:
         """The version that the next push must exceed, and that no engine exceeds."""
-        offered = self.offered.policy_version if self.offered is not None else 0
-        replaced = self.state.replaced_version
+        offered, replaced = self.state.offered.policy_version, self.state.replaced_version
         return max(self.target_version, offered, replaced, start_of(self.run("")) - 1)
 
     def run(self, adapter: str) -> sampling_pb2.PolicyRun:
@@ -197,8 +196,7 @@ class KeptWeights:
             offered = peers_pb2.KeptAdapter(header=header)
             self.store(adapters=sorted([*self.state.adapters, offered], key=_order))
         else:
-            replaced = self.offered.policy_version if self.offered is not None else 0
-            replaced = max(replaced, self.state.replaced_version)
+            replaced = max(self.state.offered.policy_version, self.state.replaced_version)
             self.store(offered=header, request_id=request_id, replaced_version=replaced)
 
     def accept(self, header: Header) -> None:

@@ -73,7 +73,8 @@ class Pushes:
         self.peers = Peers(models, config, self._heed_all)
         """The other routers."""
         self._updates = Updates(models, self.peers, config, self._accept)
-        self._tasks: asyncio.TaskGroup
+        self.tasks: asyncio.TaskGroup
+        """Where changes of kept weights run: to their ends, also if their callers leave."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -83,9 +84,9 @@ class Pushes:
             StoreError: The folder cannot be read or written.
         """
         await self._models.restore()
-        async with asyncio.TaskGroup() as self._tasks, self._updates.running(self._tasks):
+        async with asyncio.TaskGroup() as self.tasks, self._updates.running(self.tasks):
             await contained(self.peers.sync, "comparing kept weights failed")
-            comparing = self._tasks.create_task(self.peers.keep_equal())
+            comparing = self.tasks.create_task(self.peers.keep_equal())
             try:
                 yield
             finally:
@@ -274,10 +275,10 @@ class Pushes:
         kept = self._models.kept(engine.model)
         for header in kept.offers:
             if holds(engine, header):
-                begun(self._tasks, self._accept(engine, header))
+                begun(self.tasks, self._accept(engine, header))
         if kept.model not in self._retiring and not self._updates.ended and self._outlived(kept):
             self._retiring.add(kept.model)
-            retiring = begun(self._tasks, self._retire(kept))
+            retiring = begun(self.tasks, self._retire(kept))
             retiring.add_done_callback(lambda _: self._retiring.discard(kept.model))
         self._updates.heed(engine)
 
@@ -304,7 +305,7 @@ class Pushes:
             header.push_id = stored.push_id
             async for _ in chunks:
                 pass
-            return await begun(self._tasks, self._offer(stored, kept))
+            return await begun(self.tasks, self._offer(stored, kept))
         self._check(header, kept)
         if isinstance(header, engine_pb2.UpdateWeightsHeader):
             await self._models.pins.wait(kept.model, limit_s)
@@ -317,7 +318,7 @@ class Pushes:
             finally:
                 self._claimed -= size
         _log.info("%s pushed", _noun(header), extra=_what(header))
-        return await begun(self._tasks, self._store(header, request_id))
+        return await begun(self.tasks, self._store(header, request_id))
 
     def _check(self, header: Header, kept: KeptWeights) -> None:
         """Checks that a push can follow the kept ones."""
@@ -468,7 +469,7 @@ class Pushes:
             self._models.show(kept)
             first = engine.engine_id if engine is not None else ""
             _log.info("%s accepted", _noun(header), extra=_what(header, first_engine=first))
-        begun(self._tasks, self.peers.share())
+        begun(self.tasks, self.peers.share())
         self._heed_all(kept.model)
 
     def _outlived(self, kept: KeptWeights) -> bool:

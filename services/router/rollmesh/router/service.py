@@ -4,7 +4,6 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -26,6 +25,7 @@ from rollmesh.router.leases import LeaseTable
 from rollmesh.router.membership import Members
 from rollmesh.router.models import Models, call_engine
 from rollmesh.router.pushes import Pushes
+from rollmesh.runtime import begun
 from rollmesh.runtime.access import caller_roles
 from rollmesh.runtime.errors import (
     DeadlineError,
@@ -103,7 +103,8 @@ class RouterService(
         self._repeats = Repeats()
         self._writes = 0
         """Number of running pushes and control calls, which need the members."""
-        self._drains = self._ended = False
+        self._drains = False
+        self._ended: ShuttingDownError | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the services."""
@@ -142,18 +143,19 @@ class RouterService(
         self._end_if_idle()
 
     def _end_if_idle(self) -> None:
-        if self._drains and not self._writes and not self._ended:
-            self._ended = True
-            self._members.end(_shutting_down())
-            self.dispatch.end(_shutting_down())
+        if self._drains and not self._writes and self._ended is None:
+            problem = "the router is shutting down; reconnect, or use another router"
+            self._ended = ShuttingDownError(problem, retry_delay_ms=_RETRY_MS)
+            self._members.end(self._ended)
+            self.dispatch.end(self._ended)
             self._tunnels.end()
 
     async def Register(
         self, request_iterator: AsyncIterator[members_pb2.RegisterRequest], context: Context
     ) -> AsyncIterator[members_pb2.RegisterResponse]:
         first = await anext(request_iterator, None)
-        if self._ended:
-            raise _shutting_down()
+        if self._ended is not None:
+            raise self._ended
         member = await self._members.join(_checked_hello(first))
         engine, hello = None, member.hello
         if hello.kind == router_pb2.REPLICA_KIND_ENGINE:
@@ -276,7 +278,8 @@ class RouterService(
                 return (await stub.ControlEngines(sent, timeout=self._timeout_s)).results[0]
 
             if request.HasField("unload_adapter"):
-                await self._pushes.forget_adapter(sent.model, request.unload_adapter.adapter)
+                adapter = request.unload_adapter.adapter
+                await begun(self._pushes.tasks, self._pushes.forget_adapter(sent.model, adapter))
             engines = self._models.fleet.of_model(sent.model)
             own = request.init_weight_transfer.init_json_by_engine
             if missing := own.keys() - {one.engine_id for one in engines}:
@@ -341,14 +344,17 @@ class RouterService(
     async def OpenRun(
         self, request: router_pb2.OpenRunRequest, context: Context
     ) -> router_pb2.OpenRunResponse:
-        run = await self._write(request, lambda: self._pushes.open_run(request))
+        pushes = self._pushes
+        run = await self._write(request, lambda: begun(pushes.tasks, pushes.open_run(request)))
         return router_pb2.OpenRunResponse(run=run)
 
     async def ForgetWeights(
         self, request: router_pb2.ForgetWeightsRequest, context: Context
     ) -> router_pb2.ForgetWeightsResponse:
-        forget = partial(self._pushes.forget, request.model)
-        model, version = await self._write(request, forget)
+        pushes = self._pushes
+        model, version = await self._write(
+            request, lambda: begun(pushes.tasks, pushes.forget(request.model))
+        )
         return router_pb2.ForgetWeightsResponse(model=model, policy_version=version)
 
     async def _write(self, request: Any, work: Callable[[], Awaitable[_Answer]]) -> _Answer:
@@ -359,13 +365,6 @@ class RouterService(
         finally:
             self._writes -= 1
             self._end_if_idle()
-
-
-def _shutting_down() -> ShuttingDownError:
-    """Returns the error that ends the streams of members."""
-    return ShuttingDownError(
-        "the router is shutting down; reconnect, or use another router", retry_delay_ms=_RETRY_MS
-    )
 
 
 def _take_load(engine: Engine, load: router_pb2.ReplicaLoad) -> None:
