@@ -11,6 +11,8 @@ from rollmesh.runtime import number_of
 from tests.locks import Locks
 from tests.meshes import Mesh, scripted_mesh
 
+MESH = {"first": {"router": {"pin_ms": 3_600_000}}}  # no pin lapses, however slow the machine is
+
 
 def status(*flags: str) -> subprocess.CompletedProcess[str]:
     command = (sys.executable, "-m", "rollmesh.cli.status", *flags)

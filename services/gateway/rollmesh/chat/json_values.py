@@ -51,10 +51,10 @@ def read_json(text: str) -> Any:
 
 
 def is_object(text: str) -> bool:
-    """Returns whether a text is a JSON object. Its numbers may have any size."""
+    """Returns whether a text is a JSON object. Its numbers may be too large for doubles."""
     try:
         _check_depth(text)
-        return isinstance(json.loads(text, parse_int=float, parse_constant=_finite), dict)
+        return isinstance(json.loads(text, parse_constant=_finite), dict)
     except ValueError:
         return False
 
