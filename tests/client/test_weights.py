@@ -3,7 +3,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +24,7 @@ from rollmesh.client import (
     WeightsPushError,
     file_of,
 )
+from rollmesh.runtime.codec import Difference
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     InvalidWeightsError,
@@ -139,10 +140,10 @@ class _Slow(WeightDeltas):
         super().__init__()
         self.begun, self.goes_on = threading.Event(), threading.Event()
 
-    def pushed(self, *noted: Any) -> None:
+    def pushed(self, weights: Mapping[str, Any], found: Difference | None, push_id: str) -> None:
         self.begun.set()
         assert self.goes_on.wait(60)
-        super().pushed(*noted)
+        super().pushed(weights, found, push_id)
 
 
 async def test_a_push_by_difference_that_is_cancelled_ends_once_its_weights_are_noted() -> None:

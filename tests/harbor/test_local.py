@@ -166,7 +166,8 @@ async def test_a_trial_whose_process_cannot_start_failed_by_its_infrastructure(
     tmp_path: Path, lacking: str
 ) -> None:
     (tmp_path / "file").touch()
-    settings = settings_of(tmp_path) | {lacking: str(tmp_path / "file" / "missing")}
+    missing = str(tmp_path / "file" / "missing")
+    settings: dict[str, Any] = {**settings_of(tmp_path), lacking: missing}
     session = Session("one", "key", "http://127.0.0.1:1/sessions/key/v1")
     with pytest.raises(HarborRolloutError, match=r"^the trial did not start: "):
         await HarborTrialRunner(**settings)("/task", session)
