@@ -10,7 +10,7 @@ CEILINGS = {
     "services/gateway/rollmesh/chat": (7_560, 33),
     "services/gateway/rollmesh/gateway": (10_448, 28),
     "services/engine/rollmesh/engine": (7_563, 28),
-    "services/router/rollmesh/router": (4_533, 16),
+    "services/router/rollmesh/router": (4_531, 16),
     "services/collector/rollmesh/collector": (5_284, 13),
     "services/collector/rollmesh/scorer": (356, 5),
     "clients/rollmesh/sidecar": (5_590, 15),

@@ -54,28 +54,23 @@ async def leave(mesh: LiveMesh, gate: Gate, call: Any) -> None:
     gate.opens.set()
 
 
-async def test_a_retried_dead_letter_is_open_again_although_its_caller_left(
-    mesh: LiveMesh, session: gateway_pb2.CreateSessionResponse, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["Retry", "Drop"])
+async def test_a_dead_letter_is_open_again_or_gone_although_its_caller_left(
+    mesh: LiveMesh,
+    session: gateway_pb2.CreateSessionResponse,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     registry, id_ = mesh.gateway, session.session_id
     await registry.set_aside(registry.session(id_), ValueError("as the test wants it"))
-    gate = Gate(registry, monkeypatch)
-    asked = gateway_admin_pb2.RetryDeadLetterRequest(session_id=id_, request_id="r")
-    await leave(mesh, gate, mesh.admin.RetryDeadLetter(asked))
-    await mesh.admin.RetryDeadLetter(asked)  # a repeat has the answer of the first call
-    assert registry.session(id_).spec.session_id == id_
-
-
-async def test_a_dropped_dead_letter_is_gone_although_its_caller_left(
-    mesh: LiveMesh, session: gateway_pb2.CreateSessionResponse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registry, id_ = mesh.gateway, session.session_id
-    await registry.set_aside(registry.session(id_), ValueError("as the test wants it"))
-    gate = Gate(registry, monkeypatch)
-    asked = gateway_admin_pb2.DropDeadLetterRequest(session_id=id_, request_id="r")
-    await leave(mesh, gate, mesh.admin.DropDeadLetter(asked))
-    await mesh.admin.DropDeadLetter(asked)
+    gate, method = Gate(registry, monkeypatch), getattr(mesh.admin, f"{name}DeadLetter")
+    kind = getattr(gateway_admin_pb2, f"{name}DeadLetterRequest")
+    asked = kind(session_id=id_, request_id="r")
+    await leave(mesh, gate, method(asked))
+    await method(asked)  # a repeat has the answer of the first call
     assert id_ not in registry.outbox.dead
+    is_open = id_ in {one.spec.session_id for one in registry.unused_since(2**62)}
+    assert is_open == (name == "Retry")
 
 
 async def test_a_withdrawn_answer_is_gone_although_its_caller_left(
