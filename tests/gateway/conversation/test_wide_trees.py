@@ -1,6 +1,5 @@
 """A request in a session with thousands of equal samples has a cost linear in their number."""
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -9,10 +8,11 @@ import pytest
 from rollmesh.chat import Message, ToolCall, group_messages
 from rollmesh.gateway import EqualTurns, Match, Node, Sample, Tree, Turn
 from rollmesh.v1 import sampling_pb2
+from tests.costs import steps
 from tests.gateway.worlds import BARE, END, said, user
 
 ASK = user("x")
-FEW, MANY = 1_000, 8_000
+FEW, MANY = 200, 1_600
 _SPAN = sampling_pb2.VersionSpan(end=2, engine_id="engine-0")
 
 
@@ -48,17 +48,7 @@ def matched(tree: Tree, messages: tuple[Message, ...]) -> Match:
     return tree.search(tree.start(BARE, groups), groups)[0]
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Returns the least processor time of some runs."""
-    times = []
-    for _ in range(4):
-        begun = time.process_time()
-        work()
-        times.append(time.process_time() - begun)
-    return min(times)
-
-
-RESULTS = tuple(Message("tool", "", (), f"c{at}") for at in range(8_000))
+RESULTS = tuple(Message("tool", "", (), f"c{at}") for at in range(MANY))
 
 
 @pytest.mark.parametrize("continued", [False, True])
@@ -77,8 +67,8 @@ def test_the_cost_of_a_request_is_linear_in_the_number_of_equal_samples(
 ) -> None:
     few, _ = wide(FEW, reply, continued=continued)
     many, _ = wide(MANY, reply, continued=continued)
-    least = seconds(lambda: matched(few, (ASK, *echo)))
-    assert seconds(lambda: matched(many, (ASK, *echo))) < 4 * MANY / FEW * least  # squared: 64
+    least = steps(lambda: matched(few, (ASK, *echo)))
+    assert steps(lambda: matched(many, (ASK, *echo))) < 2 * MANY / FEW * least
 
 
 def test_an_echo_that_names_its_sample_continues_that_one_if_it_is_like_it() -> None:
