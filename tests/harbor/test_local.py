@@ -145,18 +145,25 @@ def test_a_document_of_any_form_that_the_agent_left_stays(tmp_path: Path, text: 
     assert written["session_id"] == "one"
 
 
+@pytest.mark.parametrize("linked", ["images", f"images/{'a' * 64}.png.part"])
 def test_a_link_that_the_agent_left_is_not_written_through_and_a_pipe_not_read(
-    tmp_path: Path,
+    tmp_path: Path, linked: str
 ) -> None:
     outside, folder = tmp_path / "outside", tmp_path / "trial"
     outside.write_text("kept")
+    link = folder / "agent" / linked
     (folder / "agent").mkdir(parents=True)
     (folder / "result.json").write_text('{"agent_result": null}')
     os.mkfifo(folder / "agent" / "trajectory.json")
     (folder / "agent" / ".trajectory.sampled.json.part").symlink_to(outside)
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(tmp_path if linked == "images" else outside)
     session = told(record("one"), [user("Hi")], [{"role": "assistant", "content": "One."}])
+    session.images.add(sha256="a" * 64, media_type="image/png", data=b"drawn")
     write_details(SessionResult.from_proto(session), folder)
     assert outside.read_text() == "kept"
+    assert sorted(tmp_path.iterdir()) == [outside, folder]
+    assert (folder / "agent" / "images" / f"{'a' * 64}.png").read_bytes() == b"drawn"
     written = json.loads((folder / "agent" / "trajectory.sampled.json").read_text())
     assert written["session_id"] == "one"
 

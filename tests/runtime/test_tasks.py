@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollmesh.runtime import begun
+from rollmesh.runtime import begun, stopped
 from rollmesh.runtime.errors import ShuttingDownError
 
 TIMEOUT_S = 120
@@ -68,3 +68,30 @@ async def test_an_error_of_the_work_raises_in_its_waiter_alone() -> None:
         with pytest.raises(LookupError):
             await begun(tasks, fails())
         assert await begun(tasks, nothing()) == 0
+
+
+async def test_who_stops_a_task_is_cancelled_itself_and_sees_the_error_of_the_task() -> None:
+    may_end = asyncio.Event()
+
+    async def ends_slowly() -> None:
+        try:
+            await for_ever()
+        finally:
+            await may_end.wait()
+
+    async with asyncio.timeout(TIMEOUT_S):
+        await stopped(asyncio.create_task(for_ever()))
+        task = asyncio.create_task(ends_slowly())
+        await asyncio.sleep(0)
+        stopping = asyncio.create_task(stopped(task))
+        await asyncio.sleep(0)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        assert not task.done()
+        may_end.set()
+        await asyncio.wait([task])
+        failed = asyncio.create_task(fails())
+        await asyncio.wait([failed])
+        with pytest.raises(LookupError):
+            await stopped(failed)

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from rollmesh.v1 import session_pb2
 
-_SUFFIXES = {
-    "image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "image/gif": ".gif",
-}  # fmt: skip
+_SUFFIXES = {"image/jpeg": ".jpg"} | {f"image/{one}": f".{one}" for one in ("png", "webp", "gif")}
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -26,7 +24,8 @@ def write(images: Iterable[session_pb2.SessionImage], folder: Path) -> None:
             continue
         folder.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
-        with part.open("wb") as file:
+        part.unlink(missing_ok=True)  # an agent may have left a link to another file
+        with part.open("xb") as file:
             file.write(image.data)
             file.flush()
             os.fsync(file.fileno())

@@ -104,6 +104,16 @@ def check(scores: Scores, ids: np.ndarray, start: int = 1) -> None:
     assert scores.start == start
 
 
+async def test_an_engine_that_refuses_a_sequence_is_asked_as_before(fleet: Fleet) -> None:
+    for name in ("e1", "e2"):
+        await fleet.engine(name)
+    (ids,) = sequences(1)
+    async with Client(fleet.addresses) as client:
+        with pytest.raises(TokenOutOfVocabularyError):
+            await client.score([VOCABULARY + 1])
+        assert {(await client.score(ids)).engine_id for _ in range(40)} == {"e1", "e2"}
+
+
 async def test_a_sequence_a_batch_and_rows_are_scored_as_arrays(fleet: Fleet) -> None:
     await fleet.engine("e1")
     async with Client(fleet.addresses) as client:

@@ -139,6 +139,12 @@ def test_a_value_of_the_wrong_form_names_its_setting(setting: str, value: str) -
         parse(**{f"ROLLMESH_PROBE_{setting.upper()}": value})
 
 
+@pytest.mark.parametrize("text", ["[1]", '{"a": ', '{"a":' * 100_000], ids=len)
+def test_a_table_of_another_form_names_its_setting(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^vllm: is "):
+        parse(f"--vllm={text}")
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -159,7 +159,9 @@ def write_details(session: SessionResult, folder: str | Path, decode: Decode | N
         return
     document = Path(folder) / "agent" / "trajectory.json"
     document.parent.mkdir(exist_ok=True)
-    images.write(session.images.values(), document.parent / "images")
+    if (folder_of_images := document.parent / "images").is_symlink():
+        folder_of_images.unlink()  # an agent may have left a link to another folder
+    images.write(session.images.values(), folder_of_images)
     if document.exists() and not _is_ours(document):
         document = document.with_name("trajectory.sampled.json")
     _write(document, atif_of(session, decode))
@@ -167,10 +169,9 @@ def write_details(session: SessionResult, folder: str | Path, decode: Decode | N
 
 def _is_ours(document: Path) -> bool:
     """Returns whether an earlier call wrote a document."""
-    if not document.is_file():  # a pipe would be read forever
-        return False
-    try:
-        return "rollmesh" in json.loads(document.read_bytes()).get("extra", {})
+    try:  # a pipe would be read forever
+        text = document.read_bytes() if document.is_file() else b"{}"
+        return "rollmesh" in json.loads(text).get("extra", {})
     except (ValueError, AttributeError, TypeError, RecursionError):  # an agent writes anything
         return False
 

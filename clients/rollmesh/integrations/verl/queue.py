@@ -233,8 +233,7 @@ class TransferQueueWriter:
         Returns:
             Whether verl trains it. False: it is a failure.
         """
-        most = 0 if self._status == "any_failed" else sessions - 1
-        is_finished = failed <= most
+        is_finished = failed <= (0 if self._status == "any_failed" else sessions - 1)
         await self._tag(uid, "finished" if is_finished else "failure")
         return is_finished
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from rollmesh.mesh.images import SentImages
-from rollmesh.runtime import clock
+from rollmesh.runtime import clock, stopped
 from rollmesh.runtime.errors import EngineDeadError, EngineFaultError, RemoteError, RollmeshError
 from rollmesh.runtime.rpc import from_status, open_channel, typed_errors
 from rollmesh.runtime.telemetry import current_request, tracing
@@ -144,10 +144,10 @@ class EngineClient:
 
     async def close(self) -> None:
         """Ends the stream and closes the channel."""
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
-        await self._channel.close()  # the task may not have begun
+        try:
+            await stopped(self._task)
+        finally:
+            await self._channel.close()  # the task may not have begun
 
     def _message(self, size: int = 0) -> engine_pb2.GenerationsRequest:
         """Returns the message to which something of a size, in bytes, is added. It is sent soon."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rollmesh.mesh.directory import KEPT_MS, LIST_TIMEOUT_S, RETRY_MS, Directory, journal_of
-from rollmesh.runtime import clock
+from rollmesh.runtime import clock, stopped
 from rollmesh.runtime.access import Identity
 from rollmesh.runtime.errors import (
     JournalMovedError,
@@ -337,11 +337,11 @@ class GatewayDirectory(Directory):
 
     async def aclose(self) -> None:
         """Ends the watch, and closes the channels."""
-        if self._ticking is not None:
-            self._ticking.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._ticking
-        await super().aclose()
+        try:
+            if self._ticking is not None:
+                await stopped(self._ticking)
+        finally:
+            await super().aclose()
 
     def at(self, address: str) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
         """Returns the gateway at an address."""

@@ -18,7 +18,7 @@ from typing import TypeVar
 import grpc
 
 from rollmesh.internal.v1 import members_pb2, members_pb2_grpc
-from rollmesh.runtime import Background, Backoff, clock
+from rollmesh.runtime import Background, Backoff, clock, stopped
 from rollmesh.runtime.access import Identity
 from rollmesh.runtime.errors import (
     NoCollectorError,
@@ -238,9 +238,7 @@ class Membership(Background):
     async def leave(self) -> None:
         """Ends the streams for good."""
         if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.shield(self._task)
+            await stopped(self._task)
 
     def _refusal(self) -> RollmeshError | None:
         return next((one.refusal for one in self._streams if one.refusal is not None), None)

@@ -105,8 +105,9 @@ class ScoringEngines(Directory):
                 request.request_id, request.model = uuid.uuid4().hex, engine.model
                 found = await self._parts(engine, request, left_s)
                 return _joined(request, found, engine.replica_id), engine.replica_id
-            except RollmeshError:
-                self._lost_ms[engine.address] = clock.monotonic_ms() + _LOST_MS
+            except RollmeshError as error:
+                if error.code != "INVALID_ARGUMENT":  # which says nothing about the engine
+                    self._lost_ms[engine.address] = clock.monotonic_ms() + _LOST_MS
                 raise
             finally:
                 self._running[engine.address] -= 1

@@ -77,6 +77,7 @@ from rollmesh.runtime.tasks import (
     begun as begun,
     contained as contained,
     first_of as first_of,
+    stopped as stopped,
 )
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256 as tokenizer_sha256
 from rollmesh.runtime.words import (

@@ -74,7 +74,7 @@ def _table(text: str) -> object:
         return None
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -328,7 +328,7 @@ def _convert(name: str, value: Any, kind: type[Any]) -> Any:
         made, given = json.loads, value or "{}"
     try:
         found = made(given)
-    except (LookupError, ValueError, TypeError) as error:
+    except (LookupError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(problem) from error
     if not isinstance(found, kind):  # JSON that is no table
         raise ConfigError(problem)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, closing, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, ClassVar, Generic, TypeAlias, TypeVar
 from urllib.parse import quote
 
@@ -176,12 +175,7 @@ class Database(AbstractAsyncContextManager["Database"]):
             raise
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Runs the waiting jobs and closes the file."""
         self._jobs.refuse()  # here, so that no job is added behind the end
         await asyncio.to_thread(self._jobs.end)

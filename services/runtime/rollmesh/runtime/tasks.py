@@ -4,7 +4,6 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rollmesh.runtime.errors import RollmeshError, ShuttingDownError
@@ -72,6 +71,14 @@ async def first_of(waits: Sequence[Coroutine[Any, Any, _Result]]) -> _Result:
     return done.pop().result()
 
 
+async def stopped(task: asyncio.Task[object]) -> None:
+    """Cancels a task and waits for its end. An error of the task is raised."""
+    task.cancel()
+    await asyncio.wait([task])  # unlike awaiting the task, it tells our cancellation from its own
+    if not task.cancelled():
+        task.result()
+
+
 async def contained(work: Callable[[], Awaitable[object]], event: str) -> None:
     """Runs work without a caller. Its errors are logged and stop nothing else.
 
@@ -97,12 +104,7 @@ class Background(ABC):
         self._task = self._group.create_task(self._stay())
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
             self._task.cancel()
         await self._group.__aexit__(None, None, None)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollmesh.engine.backend import GenerateInput, ScoreInput, Scores, message
-from rollmesh.runtime import clock
+from rollmesh.runtime import clock, stopped
 from rollmesh.runtime.codec import (
     SUPPORT,
     Logprobs,
@@ -202,9 +202,7 @@ class Heartbeat:
     async def __aexit__(self, *_: object) -> None:
         """Gives up the running call."""
         if self._asking is not None:
-            self._asking.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._asking
+            await stopped(self._asking)
 
     @property
     def silent_ms(self) -> int:

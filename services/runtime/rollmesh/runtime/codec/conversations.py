@@ -1,6 +1,7 @@
 """Conversations of sessions that recorded their messages."""
 
 import json
+from math import isfinite
 from typing import Any, NamedTuple
 
 from rollmesh.runtime.errors import InvalidFieldError
@@ -103,9 +104,15 @@ def _is_part(part: Any, kind: str) -> bool:
     return isinstance(part, dict) and part.get("type") == kind
 
 
+def _finite(text: str) -> float:
+    if not isfinite(number := float(text)):
+        raise ValueError(f"{text:.20} is no finite number")
+    return number
+
+
 def _json(data: bytes, field: str) -> Any:
     try:
-        return json.loads(data)
+        return json.loads(data, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise InvalidFieldError(field, f"is no JSON: {error}") from error
 

@@ -56,14 +56,11 @@ def fields(**values: object) -> dict[str, dict[str, object]]:
     return {"fields": values}
 
 
-def _is_ours(record: logging.LogRecord) -> bool:
-    """Returns whether a record is worth a line: grpcio logs each client that leaves too soon."""
-    return record.name != _GRPC or not record.getMessage().startswith(_CLIENT_LEFT)
-
-
 def configure_logging(service: str, level: str) -> None:
     """Sends all logs of this process to standard error as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service))
-    handler.addFilter(_is_ours)
+    handler.addFilter(  # grpcio logs each client that leaves too soon
+        lambda record: record.name != _GRPC or not record.getMessage().startswith(_CLIENT_LEFT)
+    )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
