@@ -126,6 +126,13 @@ def test_a_command_that_is_shown_exists(where: str, words: list[str]) -> None:
             pytest.fail(f"{where}: nothing tests {words}")
 
 
+def test_a_command_that_a_sentence_names_exists() -> None:
+    known = {*SERVICES, *re.findall(r"rollmesh ([a-z-]+)", helps("rollmesh.cli"))}
+    for path in PAGES:
+        named = set(re.findall(r"`rollmesh ([a-z][a-z-]*)", path.read_text("utf-8")))
+        assert named <= known or path.name == "CHANGELOG.md", path.name  # which says what is gone
+
+
 def check_kubectl(verb: str, words: list[str]) -> None:
     """What is applied is in the repository, where tests/kubernetes renders and runs it."""
     assert verb in {"apply", "create", "get"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollmesh.launch import Child, ProcessSpec
+from rollmesh.launch import Child, EndedEarlyError, ProcessSpec
 from tests.waiting import until
 
 PROGRAM = """
@@ -206,3 +206,36 @@ async def test_a_stop_between_two_starts_ends_the_wait_and_starts_nothing(
         await child.stop()
         starts = child.starts
     assert child.starts == starts
+
+
+class Missing(Scripted):
+    """A child whose program may be missing."""
+
+    missing = False
+
+    def _command(self) -> tuple[str, ...]:
+        return ("/no/such/program",) if self.missing else super()._command()
+
+
+async def test_a_process_that_the_system_does_not_start_is_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    child = Missing(PROGRAM.format(apart=False, then=FOR_EVER))
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        tasks.create_task(child.keep(child.lines.append))
+        await started(child, 1)
+        child.missing = True
+        assert child.process is not None
+        child.process.kill()
+        await until(lambda: caplog.messages.count("process not started") == 2)
+        child.missing = False
+        await started(child, 2)
+        await child.stop()
+    assert child.starts == 2
+
+
+async def test_a_process_that_the_system_never_started_has_ended_early() -> None:
+    child = Missing("")
+    child.missing = True
+    with pytest.raises(EndedEarlyError, match="engine-0 ended with code 127"):
+        await child.keep(child.lines.append)

@@ -102,6 +102,13 @@ def test_further_ones_take_the_lowest_free_numbers() -> None:
     assert names(further(FLEET, "sidecar", "", taken, 1)) == ["sidecar-1"]
 
 
+def test_the_ports_of_a_further_gateway_that_serves_agents_count_up() -> None:
+    ports = {"gateway": {"port": 7200}, "sidecar": {"port": 8000}}
+    (found,) = further({"mesh": {"sidecars": 0}, **ports}, "gateway", "", ["gateway-0"], 1)
+    assert found.process.http is not None
+    assert (found.process.port, found.process.http.port) == (7201, 8001)
+
+
 def test_the_processes_of_a_model_are_not_mixed_with_others() -> None:
     tables = {"model": [{"name": "a"}, {"name": "a-0"}]}
     running = ["engine-a-0", "engine-a-10", "engine-a-9", "engine-a-0-0", "engine-a-0-1"]

@@ -71,16 +71,19 @@ class Child:
         restarts = Restarts()
         while not self._stopping.is_set():
             started = clock.monotonic_ms()
-            code = await self._run_once(write, stderr)
+            try:
+                code = await self._run_once(write, stderr)
+            except OSError as error:  # memory, process ids or files are used up for now
+                code = 127  # as of a shell
+                about = fields(process=self.spec.name, error=str(error))
+                _log.warning("process not started", extra=about)
             if self._stopping.is_set():
                 return
             if not self.ready.is_set() and (not patient or code == _BAD_SETTING):
                 raise EndedEarlyError(self.spec.name, code)
             delay = restarts.died(clock.monotonic_ms() - started)
-            _log.warning(
-                "process ended",
-                extra=fields(process=self.spec.name, code=code, restart_in_ms=delay),
-            )
+            about = fields(process=self.spec.name, code=code, restart_in_ms=delay)
+            _log.warning("process ended", extra=about)
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay / 1000):
                     await self._stopping.wait()
@@ -157,10 +160,8 @@ class Child:
                     self.said = found
                     self.ready.set()
                 else:
-                    _log.warning(
-                        "line skipped: READY without the JSON of a service",
-                        extra=fields(process=self.spec.name),
-                    )
+                    about = fields(process=self.spec.name)
+                    _log.warning("line skipped: READY without the JSON of a service", extra=about)
 
 
 async def _lines(reader: asyncio.StreamReader, process: str) -> AsyncIterator[bytes]:
@@ -175,10 +176,8 @@ async def _lines(reader: asyncio.StreamReader, process: str) -> AsyncIterator[by
             return
         except asyncio.LimitOverrunError as error:
             if not skipping:
-                _log.warning(
-                    "line skipped: it is too long",
-                    extra=fields(process=process, most_bytes=_LONGEST_LINE),
-                )
+                about = fields(process=process, most_bytes=_LONGEST_LINE)
+                _log.warning("line skipped: it is too long", extra=about)
             skipping = True
             await reader.readexactly(error.consumed)
             continue

@@ -51,11 +51,8 @@ so none of them gets one before its service has started."""
 
 def nodes() -> list[Node]:
     """Returns the nodes that are alive."""
-    return [
-        Node(one["NodeID"], float(one["Resources"].get("CPU", 0)))
-        for one in ray.nodes()
-        if one["Alive"]
-    ]
+    alive = [one for one in ray.nodes() if one["Alive"]]
+    return [Node(one["NodeID"], float(one["Resources"].get("CPU", 0))) for one in alive]
 
 
 def node_of(resource: str) -> str:
@@ -98,11 +95,9 @@ def _free_port(host: str, held: ExitStack) -> int:
     for port in random.sample(_PORTS, len(_PORTS)):
         probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         held.enter_context(probe)
-        try:
+        with suppress(OSError):  # another process has it
             probe.bind((host, port))
-        except OSError:  # another process has it
-            continue
-        return port
+            return port
     raise ConfigError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free at {host}; set `port`")
 
 
@@ -300,10 +295,7 @@ class Mesh:
     def status(self) -> list[Status]:
         """Returns the state of every service, only its name while it is being placed."""
         started = self._has_started()  # before the names, which may grow
-        asked: dict[str, Any] = {}
-        for name in self._names():
-            with suppress(ValueError):  # it has ended
-                asked[name] = self._actor(name).status.remote()
+        asked = {name: one.status.remote() for name, one in self._actors(self._names()).items()}
         if asked:
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=_STATUS_S)
         names = sorted({*asked} if started else {*asked, *self._entries.planned})
@@ -346,8 +338,7 @@ class Mesh:
             running = same_kind(pattern(tables, service, of_model), self._names())
             if count < len(running):
                 self._stop(running[count:], timeout_s)
-            missing = max(0, count - len(running))
-            self._start(further(tables, service, of_model, running, missing))
+            self._start(further(tables, service, of_model, running, count - len(running)))
         return self.wait(timeout_s)
 
     def lend(
@@ -405,8 +396,7 @@ class Mesh:
         names = self._names()
         for service in _ORDER:
             self._stop([name for name in names if service_of(name) == service], timeout_s)
-        for name in (*self._names(), _DIRECTORY):
-            self._kill(name)
+        self._kill([*self._names(), _DIRECTORY])
 
     def _bring_up(self, tables: Tables) -> None:
         """Starts the directory, and then the services."""
@@ -482,11 +472,10 @@ class Mesh:
         alive = nodes()
         disk = node_of(ray_config(self._entries.tables).disk or HEAD)
         at: dict[str, str] = {}
-        for service in {one.process.service for one in wanted if one.home is Home.SPREAD}:
+        spreading = [one for one in wanted if one.home is Home.SPREAD]
+        for service in {one.process.service for one in spreading}:
             taken = [one.node_id for one in self.status() if one.service == service]
-            kind = [
-                one for one in wanted if one.home is Home.SPREAD and one.process.service == service
-            ]
+            kind = [one for one in spreading if one.process.service == service]
             at |= spread(kind, alive, taken)
         for one in wanted:
             name = one.process.name
@@ -519,15 +508,14 @@ class Mesh:
     def _stop(self, names: Sequence[str], timeout_s: float) -> None:
         """Stops services in order, all together, and ends their actors."""
         placed = {one.name for one in self.status() if one.node_id}
-        stopping = [self._actor(name).stop.remote() for name in names if name in placed]
+        stopping = [one.stop.remote() for one in self._actors(placed & {*names}).values()]
         if stopping:
             ray.wait(stopping, num_returns=len(stopping), timeout=timeout_s)
-        for name in names:
-            self._kill(name)
+        self._kill(names)
 
-    def _kill(self, name: str) -> None:
-        with suppress(ValueError):
-            ray.kill(self._actor(name), no_restart=True)
+    def _kill(self, names: Iterable[str]) -> None:
+        for one in self._actors(names).values():
+            ray.kill(one, no_restart=True)
 
     def _named(self, name: str) -> dict[str, Any]:
         return {
@@ -536,6 +524,14 @@ class Mesh:
             "lifetime": "detached",
             "max_restarts": -1,
         }
+
+    def _actors(self, names: Iterable[str]) -> dict[str, Any]:
+        """Returns the actors of services by their names, without those that have ended."""
+        found: dict[str, Any] = {}
+        for name in names:
+            with suppress(ValueError):
+                found[name] = self._actor(name)
+        return found
 
     def _actor(self, name: str) -> Any:
         return ray.get_actor(f"{self.name}/{name}", namespace=_NAMESPACE)

@@ -1,7 +1,8 @@
 """Decisions about a Ray cluster: the nodes of a mesh's processes, and their resources."""
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any
@@ -104,19 +105,18 @@ def place(process: Process, config: RayConfig) -> Place:
 
 
 def spread(wanted: Sequence[Place], nodes: Iterable[Node], taken: Iterable[str]) -> dict[str, str]:
-    """Returns a node for each place, by the names of their processes.
+    """Returns a node for each place of a service, by the names of their processes.
 
-    A place goes to the node that has the fewest of its service, among nodes with enough CPUs, and
-    to the largest of several. `taken` has the nodes of processes of the same service that run
-    already, each as often as it has.
+    A place goes to the node that has the fewest, among nodes with enough CPUs, and to the largest
+    of several. `taken` has the nodes of processes of the service that run already, each as often
+    as it has.
     """
     known = sorted(nodes, key=lambda node: (-node.cpus, node.node_id))
-    counts = {one.process.service: Counter(taken) for one in wanted}
+    count = Counter(taken)
     chosen: dict[str, str] = {}
     for one in wanted:
         fitting = [node for node in known if node.cpus >= one.cpus]
         if fitting:
-            count = counts[one.process.service]
             node = min(fitting, key=lambda node: count[node.node_id])
             count[node.node_id] += 1
             chosen[one.process.name] = node.node_id
@@ -124,7 +124,7 @@ def spread(wanted: Sequence[Place], nodes: Iterable[Node], taken: Iterable[str])
 
 
 def further(
-    tables: Tables, service: str, model: str, taken: Iterable[str], count: int
+    tables: Tables, service: str, model: str, taken: Collection[str], count: int
 ) -> list[Place]:
     """Returns further processes of a service, with the lowest numbers that are free.
 
@@ -133,16 +133,16 @@ def further(
     Raises:
         ConfigError: The mesh does not have the model, or several and none is named.
     """
-    first = pattern(tables, service, model)
-    names = set(taken)
+    first, config = pattern(tables, service, model), ray_config(tables)
     found: list[Place] = []
-    number = 0
-    while len(found) < count:
+    for number in itertools.count():
+        if len(found) >= count:
+            break
         name = f"{_stem(first)}-{number}" if number else first.name
-        process = replace(first, name=name, number=number)
-        if process.name not in names:
-            found.append(place(process, ray_config(tables)))
-        number += 1
+        http = first.http and replace(first.http, number=number)
+        if name not in taken:
+            process = replace(first, name=name, number=number, http=http)
+            found.append(place(process, config))
     return found
 
 

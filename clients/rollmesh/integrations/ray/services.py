@@ -20,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from rollmesh.launch import Child, EndedEarlyError, Process, spec_of
 from rollmesh.runtime import UMASK
 from rollmesh.runtime.access import write_private
+from rollmesh.runtime.config import ConfigError
 
 _log = logging.getLogger(__name__)
 _TAIL_LINES = 20
@@ -91,32 +92,33 @@ class ServiceActor:
         self._node_id = ray.get_runtime_context().get_node_id()
         host = ray.util.get_node_ip_address()
         self._host = f"[{host}]" if ":" in host else host
-        self._folder = folder = Path(tempfile.mkdtemp(prefix="rollmesh-"))
-        if tokens:
-            write_private(folder, tokens)
-        own = {"host": host, **process.table}
-        if int(own.get("metrics_port", -1)) > 0:
-            own["metrics_port"] = 0  # several services share a node
-        spec = spec_of(
-            replace(process, table=own),
-            tables,
-            address or f"{self._host}:{process.port}",
-            routers,
-            scorer,
-            folder if tokens else None,
-        )
+        self._folder: Path | None = None
+        self._child: Child | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._problem = ""
-        # Ray sets CUDA_VISIBLE_DEVICES there.
-        self._child = Child(spec, {**os.environ, **spec.variables})  # noqa: TID251
         self._loop, self._ended = asyncio.new_event_loop(), threading.Event()
-        threading.Thread(target=self._keep, name=process.name, daemon=True).start()
+        own = {"host": host, **process.table}
+        if str(own.get("metrics_port")).isdecimal():
+            own["metrics_port"] = 0  # several services share a node
+        try:
+            self._folder = folder = Path(tempfile.mkdtemp(prefix="rollmesh-"))
+            write_private(folder, tokens)
+            at, locks = address or f"{self._host}:{process.port}", folder if tokens else None
+            spec = spec_of(replace(process, table=own), tables, at, routers, scorer, locks)
+        except (ConfigError, OSError) as error:  # Ray would drop an actor that raises
+            self._problem = f"{process.name} ended before it was ready: {error}"
+            self._ended.set()
+            return
+        # Ray sets CUDA_VISIBLE_DEVICES there.
+        self._child = child = Child(spec, {**os.environ, **spec.variables})  # noqa: TID251
+        threading.Thread(target=self._keep, args=(child,), name=process.name, daemon=True).start()
 
     def status(self) -> Status:
         """Returns the state of the service."""
-        process = self._child.process  # before its READY line, which a start clears first
+        child = self._child
+        process = child.process if child else None  # before the READY line, which a start clears
         running = process is not None and process.returncode is None
-        said = self._child.said if running else {}
+        said = child.said if child and running else {}
         metrics = said.get("metrics_port") or 0
         return Status(
             name=self._name,
@@ -125,25 +127,26 @@ class ServiceActor:
             address=f"{self._host}:{said['port']}" if said else "",
             metrics=f"{self._host}:{metrics}" if metrics > 0 else "",
             pid=process.pid if running and process else 0,
-            starts=self._child.starts,
+            starts=child.starts if child else 0,
             problem=self._problem or ("" if said else "\n".join(self._tail)),
         )
 
     def stop(self) -> None:
         """Stops the service in order. Returns when its process has ended."""
-        if not self._ended.is_set():  # else its loop runs no more
+        if self._child and not self._ended.is_set():  # else its loop runs no more
             asyncio.run_coroutine_threadsafe(self._child.stop(), self._loop)
             self._ended.wait(self._child.spec.grace_ms / 1000 + _STOP_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _keep(self) -> None:
+    def _keep(self, child: Child) -> None:
         """Runs the process until it is stopped. Its lines go where this worker's go."""
         reading, writing = os.pipe()
         errors = threading.Thread(target=self._copy, args=(reading,), daemon=True)
         errors.start()
         try:
             with os.fdopen(writing, "wb") as stderr:
-                self._loop.run_until_complete(self._child.keep(self._print, stderr, patient=True))
+                self._loop.run_until_complete(child.keep(self._print, stderr, patient=True))
         except EndedEarlyError as error:
             errors.join(5)
             said = [line for line in self._tail if line.startswith("rollmesh ")]
