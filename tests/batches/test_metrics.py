@@ -37,6 +37,15 @@ def test_each_session_counts_once_whether_or_not_it_has_rows() -> None:
     }
 
 
+def test_a_turn_that_several_trajectories_have_was_sampled_once() -> None:
+    turns = [(2, False, False), (3, True, True), (1, False, False), (4, True, True)]
+    shared = [turns[0], (3, True, False), turns[2], (4, True, True)]
+    first, branch = trajectory("a", turns), trajectory("b", shared)
+    branch.path.segments[3].node_id = 9
+    found = step_metrics([session("s", [first, branch])])
+    assert (found["sampled_tokens"], found["trained_tokens"]) == (3 + 4 + 4, 3 + 4 + 4)
+
+
 def test_the_lag_is_that_of_the_trained_tokens() -> None:
     old, new = (linear(name, 2, 4, version=version) for name, version in (("a", 3), ("b", 5)))
     unused = trajectory("c", MASKED, version=0)

@@ -81,6 +81,18 @@ async def test_inspect_reads_sessions_as_samples(tmp_path: Path) -> None:
     assert (second["output"]["completion"], second["error"]["message"]) == ("One.", "FAILED")
 
 
+async def test_samples_of_one_seat_in_two_runs_have_different_ids(tmp_path: Path) -> None:
+    attempts = [record(name, "g", 1, 2) for name in ("first", "second", "again")]
+    for run, one in zip(("a", "b", "b"), attempts, strict=True):
+        one.run_id, one.superseded = run, one.session_id == "second"
+        told(one, [user("Hi")], [{"role": "assistant", "content": run}])
+    await write_log(given(*attempts), tmp_path / "log.json")
+    samples = json.loads((tmp_path / "log.json").read_text())["samples"]
+    assert [(one["id"], one["epoch"], one["uuid"]) for one in samples] == [
+        ("g", 2, "first"), ("second", 1, "second"), ("again", 1, "again"),
+    ]  # fmt: skip
+
+
 def test_the_command_writes_a_log_of_a_record(tmp_path: Path) -> None:
     from rollmesh.record import Writer
 

@@ -245,6 +245,38 @@ def taught(model: str, version: int, top_k: int = 0) -> pb.TrajectoryScores:
     return pb.TrajectoryScores(trajectory_id="sampled-1", scores=scores)
 
 
+@pytest.mark.parametrize("table", ["annotations", "scores", "rewards"])
+def test_a_damaged_file_of_late_values_costs_nothing_of_other_days(
+    tmp_path: Path, table: str
+) -> None:
+    session, other = every_kind()[0], record("other")
+    with Writer(tmp_path) as writer:
+        for one in (session, other, record("too")):
+            writer.add(one)
+            writer.commit()
+        session.reward = 0.25
+        for one in (session, other):
+            of = one.trajectories[0].trajectory_id
+            writer.change(one, [annotation("advantages", 1, of=of)], [taught("a", 1)])
+        other.reward = 0.75
+        writer.change(other)
+        writer.commit()
+    (path,) = tmp_path.glob(f"{table}/date=1970-01-03/*.parquet")
+    path.write_bytes(path.read_bytes()[:-9])
+    damaged: list[str] = []
+    found = {one.session.session_id: one for one in read_stored(tmp_path, damaged)}
+    assert len(damaged) == 1
+    assert f"{path} cannot be read" in damaged[0]
+    assert found["other"].session.reward == 0.75
+    assert [len(found["other"].annotations), len(found["other"].scores)] == [1, 1]
+    if table == "rewards":  # the last ones of this day are not known
+        assert found.keys() == {"other", "too"}
+        with pytest.raises(SessionDamagedError, match=f"{path} cannot be read"):
+            list(read_records(tmp_path))
+    else:
+        assert found["sampled"] == (session, [], [])
+
+
 def test_scores_of_teachers_are_kept_by_model_and_width(tmp_path: Path) -> None:
     session = every_kind()[0]
     given = [taught("a", 1), taught("a", 1, 3), taught("b", 2)]

@@ -206,6 +206,9 @@ def test_lag_is_of_one_run_and_shares_are_of_sessions(index: Index) -> None:
     index.add([late, over])
     found = index.series(Selection(run_id="lag"))
     assert found["lags"] == [{"lag": 2, "sessions": 1}]
+    assert [one["lag"] for one in found["points"]] == [2, None]
+    assert ids(index.sessions(Selection(where="lag>0"))) == ["late"]
+    assert ids(index.sessions(Selection(run_id="lag", where="lag=none"))) == ["over"]
     assert (found["points"][0]["malformed"], found["points"][0]["cut"]) == (1.0, 1.0)
     assert ids(index.sessions(Selection(where="lag=2 malformed=2"))) == ["late"]
 

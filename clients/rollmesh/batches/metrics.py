@@ -34,9 +34,9 @@ class StepCounts:
         """Counts a session, unless another attempt replaced it or its seat is abandoned."""
         if session.superseded or session.abandoned:
             return
-        parts = session.trajectories or ([session.tree] if session.tree else [])
-        versions = [part.policy_versions[part.loss_mask] for part in parts]
-        sampled = sum(int((part.policy_versions >= 0).sum()) for part in parts)
+        parts = list(session.sampled())
+        versions = [part.policy_versions[part.loss_mask] for part, _ in parts]
+        sampled = sum(int(mask.sum()) for _, mask in parts)
         trained = sum(map(len, versions))
         found = StepCounts(
             1,
@@ -100,10 +100,10 @@ def step_metrics(
             run, `lag_mean` and `lag_max`.
 
     Returns:
-        `sessions`, `reward_mean` of those with a reward. `sampled_tokens` and `trained_tokens`.
-        `masked_sessions`: sampled tokens, none of them trained. `rewarded_untrained_sessions`: a
-        reward, and no trained token. `compared_groups`: two rewards or more. `flat_groups`: all
-        the same. `lag_mean` and `lag_max`: age of the trained tokens, in policy versions.
+        `sessions`, `reward_mean` of those with a reward. `sampled_tokens` and `trained_tokens`,
+        each once. `masked_sessions`: sampled tokens, none of them trained. `compared_groups`: two
+        rewards or more. `flat_groups`: all the same. `rewarded_untrained_sessions`: a reward, and
+        no trained token. `lag_mean` and `lag_max`: age of the trained tokens, in policy versions.
     """
     counts = StepCounts()
     for session in sessions_of(sources):

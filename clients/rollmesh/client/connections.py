@@ -5,7 +5,6 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import grpc
@@ -127,12 +126,7 @@ class Connections:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_exc: object) -> None:
         for part in (
             self._gateways,
             self._routers,

@@ -464,8 +464,7 @@ class _Run:
 
     async def _delivered(self, outcome: SampleOutcome, session: SessionResult) -> None:
         sampled = Counter[int]()
-        for part in session.trajectories or ([session.tree] if session.tree else []):
-            where = part.policy_versions >= 0
+        for part, where in session.sampled():
             pairs = zip(part.policy_runs[where], part.policy_versions[where], strict=True)
             sampled.update(number_of(int(run), int(version)) for run, version in pairs)
         self.tokens += sampled

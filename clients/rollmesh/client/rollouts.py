@@ -112,7 +112,7 @@ class Arrivals:
             await self._sessions.acknowledge(delivery)
 
     @asynccontextmanager
-    async def awaited(self, session_id: str) -> AsyncIterator["Arrival"]:
+    async def awaited(self, session_id: str) -> AsyncIterator[asyncio.Future[Delivery]]:
         """Awaits a session. Enter the block before the session is closed.
 
         Leaving the block acknowledges the session if it has arrived, also after an error. A
@@ -121,7 +121,7 @@ class Arrivals:
         future: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
         self._awaited[session_id] = future
         try:
-            yield Arrival(future)
+            yield future
         except Exception:
             await self._acknowledge(future)
             raise
@@ -135,26 +135,18 @@ class Arrivals:
             await self._sessions.acknowledge(future.result())
 
 
-class Arrival:
-    """One session on its way."""
+async def arrived(arrival: asyncio.Future[Delivery], timeout_s: float) -> SessionResult:
+    """Returns a session that is awaited, once the collector has delivered it.
 
-    def __init__(self, future: asyncio.Future[Delivery]) -> None:
-        """Made by `Arrivals.awaited`."""
-        self._future = future
-
-    async def session(self, timeout_s: float) -> SessionResult:
-        """Returns the session once the collector has delivered it.
-
-        Raises:
-            DeadlineError: The collector did not deliver it within `timeout_s` seconds.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                delivery = await self._future
-        except TimeoutError as error:
-            said = f"the collector did not deliver the session within {timeout_s:g} s"
-            raise DeadlineError(said) from error
-        return delivery.sessions[0]
+    Raises:
+        DeadlineError: The collector did not deliver it within `timeout_s` seconds.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return (await arrival).sessions[0]
+    except TimeoutError as error:
+        said = f"the collector did not deliver the session within {timeout_s:g} s"
+        raise DeadlineError(said) from error
 
 
 # Groups of a rollout: their settings, their outcomes, and whether they can still succeed.
@@ -974,7 +966,7 @@ class Attempts:
             if arrival is None or self._settings.on_session is None:
                 return outcome
             try:
-                delivered = await arrival.session(self._limits.delivery_s)
+                delivered = await arrived(arrival, self._limits.delivery_s)
                 await self._settings.on_session(outcome, delivered)
             except Exception as error:  # the trainer's code failed
                 return self._not_taken(seat, outcome, error)

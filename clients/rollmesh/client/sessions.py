@@ -2,7 +2,7 @@
 
 import math
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -626,8 +626,9 @@ class TrajectoryTree:
         return np.concatenate([np.empty(0, np.int64), *runs[::-1]])
 
     def paths(self) -> list[NDArray[np.int64]]:
-        """Returns `path` of every leaf. These are the trajectories of `export="leaves"`."""
-        return [self.path(int(leaf)) for leaf in self.leaves()]
+        """Returns `path` of every leaf with a turn: the trajectories of `export="leaves"`."""
+        paths = [self.path(int(leaf)) for leaf in self.leaves()]
+        return [one for one in paths if (self.policy_versions[one] >= 0).any()]
 
     def attention_mask(self) -> NDArray[np.bool_]:
         """Returns which tokens each token attends to: itself and those before it on its path.
@@ -794,6 +795,20 @@ class SessionResult:
         """
         leaf = trajectory.path.leaf_node_id
         return conversation_of(self.recorded or session_pb2.SessionRecord(), leaf)
+
+    def sampled(self) -> Iterator[tuple[Trajectory | TrajectoryTree, Mask]]:
+        """Yields its trajectories or its tree, each with a mask of the sampled tokens, bool [N].
+
+        A turn on several paths is in the mask of the first of them alone.
+        """
+        seen = set[int]()
+        for part in self.trajectories or ([self.tree] if self.tree else ()):
+            mask = part.policy_versions >= 0
+            path = part.path.segments if isinstance(part, Trajectory) else ()
+            for one in path:
+                mask[one.start : one.end] &= one.node_id not in seen
+            seen.update(one.node_id for one in path)
+            yield part, mask
 
     @property
     def group(self) -> tuple[str, str]:

@@ -34,12 +34,15 @@ async def write_log(sessions: AsyncIterator[session_pb2.SessionRecord], to: Path
         OSError: The file cannot be written.
     """
     part = to.with_name(to.name + ".part")
-    count, rewards, samples, head = 0, list[float](), 0, _Json()
+    count, rewards, samples, head, seats = 0, list[float](), 0, _Json(), set[tuple[str, int]]()
     with TemporaryFile("w+", encoding="utf-8", errors="replace", dir=to.parent) as body:
         async for record in sessions:
             count += 1
             if (sample := sample_of(record)) is None:
                 continue
+            if (key := (sample["id"], sample["epoch"])) in seats:  # Inspect shows one of a key
+                sample |= {"id": record.session_id, "epoch": 1}
+            seats.add(key)
             if not head:
                 created, task = sample["started_at"], record.run_id or "rollmesh"
                 spec = {"created": created, "task": task, "dataset": {"name": task}}
@@ -91,8 +94,8 @@ def sample_of(record: session_pb2.SessionRecord) -> _Json | None:
         "output": {"model": session.model, "choices": [], "usage": usage},
         "model_usage": {session.model: usage},
         "scores": {} if session.reward is None else {"reward": {"value": session.reward}},
-        "started_at": _time(record.opened_unix_ms),
-        "completed_at": _time(record.closed_unix_ms),
+        "started_at": moment(record.opened_unix_ms).isoformat(),
+        "completed_at": moment(record.closed_unix_ms).isoformat(),
         "total_time": max(record.closed_unix_ms - record.opened_unix_ms, 0) / 1000,
         "metadata": {
             **session.metadata,
@@ -158,7 +161,3 @@ def _part(part: Mapping[str, Any], known: Mapping[str, session_pb2.SessionImage]
         return {"type": "text", "text": json.dumps(part, ensure_ascii=False)}
     data = b64encode(image.data).decode()
     return {"type": "image", "image": f"data:{image.media_type};base64,{data}"}
-
-
-def _time(unix_ms: int) -> str:
-    return moment(unix_ms).isoformat()

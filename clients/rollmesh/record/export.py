@@ -87,23 +87,21 @@ async def _export(options: argparse.Namespace) -> list[str]:
     found = _recorded(options, damaged) if options.record else _stored(options, damaged)
     async with aclosing(_chosen(found, options)) as chosen:
         if options.format == "record":
-            refused = await _write_record(chosen, options.to)
-            return damaged + refused
+            return await _write_record(chosen, options.to) + damaged
         sessions = (one.session async for one in chosen)
-        if options.format == "otel":
-            await _write_spans(sessions, options)
-            return damaged
-        if options.format == "atif":
-            await _write_atif(sessions, options.to, decoder(options.tokenizer))
-            return damaged
-        if options.format == "inspect":
-            await _write_log(sessions, options.to)
-            return damaged
-        sft = options.format == "sft"
-        done = await write_rows(sessions, options.to, decoder(options.tokenizer), sft=sft)
-    print(f"{done.sessions} sessions, {done.rows} trajectories: {options.to}")
-    if done.left_out:
-        print(f"left out: {done.left_out} {NO_MESSAGES}", file=sys.stderr)
+        match options.format:
+            case "otel":
+                await _write_spans(sessions, options)
+            case "atif":
+                await _write_atif(sessions, options.to, decoder(options.tokenizer))
+            case "inspect":
+                await _write_log(sessions, options.to)
+            case form:
+                decode = decoder(options.tokenizer)
+                done = await write_rows(sessions, options.to, decode, sft=form == "sft")
+                print(f"{done.sessions} sessions, {done.rows} trajectories: {options.to}")
+                if done.left_out:
+                    print(f"left out: {done.left_out} {NO_MESSAGES}", file=sys.stderr)
     return damaged
 
 

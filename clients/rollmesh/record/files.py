@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, suppress
 from datetime import date
 from itertools import chain, groupby, pairwise
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
@@ -421,18 +421,23 @@ def read_records(
 
 
 def read_stored(folder: Path, damaged: list[str]) -> Iterator[Stored]:
-    """Yields the sessions of a record with their late values, as `read_records`."""
+    """Yields the sessions of a record with their late values, as `read_records`.
+
+    On a day with a damaged file of annotations or scores, sessions have neither.
+    """
     found = _read_records(folder, ["", date.max.isoformat()], damaged)
     for of_file, records in groupby(found, itemgetter(0)):
         ids = _ids_in(of_file)
-        annotations = read_annotations(of_file, ids)
-        scores = {
-            id_: [late.scores_in(row) for row in rows]
-            for id_, rows in _read_late("scores", of_file, ids).items()
-        }
+        try:
+            annotations = read_annotations(of_file, ids)
+            scores = _read_late("scores", of_file, ids)
+        except SessionDamagedError as error:
+            annotations, scores = {}, {}
+            damaged += {error.message}.difference(damaged)  # said once for all files of the day
         for _, record in records:
             id_ = record.session_id
-            yield Stored(record, annotations.get(id_, []), scores.get(id_, []))
+            scored = [late.scores_in(row) for row in scores.get(id_, ())]
+            yield Stored(record, annotations.get(id_, []), scored)
 
 
 def _read_records(
@@ -445,23 +450,29 @@ def _read_records(
             raise error
         damaged.append(error.message)
 
-    seen = set[str]()
-    rewards = read_rewards(_files(root, "rewards", days))
+    seen, rewards, without = set[str](), dict[str, _Row](), set[str]()
+    for day, files in groupby(_files(root, "rewards", days), attrgetter("parent.name")):
+        try:
+            rewards |= read_rewards(files)
+        except SessionDamagedError as error:  # the last rewards of its sessions are not known
+            leave_out(error)
+            without.add(day)
     for path in _files(root, "sessions", days):
+        if path.parent.name in without:
+            continue
         try:
             for tables in read_tables(path):
                 try:
                     if (id_ := tables.session["session_id"]) in seen:
                         raise damaged_in(path, id_, "session_id: is there twice")
                     record = _record(path, tables, rewards, images.read)
-                    try:  # as a collector does, and its messages
-                        check_session(record, "session")
-                        check_conversations(record)
-                    except InvalidFieldError as error:
-                        raise damaged_in(path, id_, error.message) from error
+                    check_session(record, "session")  # as a collector does, and its messages
+                    check_conversations(record)
                     seen.add(id_)
                 except SessionDamagedError as error:
                     leave_out(error)
+                except InvalidFieldError as error:
+                    leave_out(damaged_in(path, id_, error.message))
                 else:
                     yield path, record
         except SessionDamagedError as error:
@@ -482,8 +493,8 @@ def read_session(path: Path, session_id: str) -> session_pb2.SessionRecord | Non
     tables = next(read_tables(path, session_id), None)
     if tables is None:
         return None
-    found = _record(path, tables, rewards, images.read_if_any)
     try:
+        found = _record(path, tables, rewards, images.read_if_any)
         for node in found.messages:
             messages_in(node)
         for index in range(len(found.contexts)):
@@ -519,13 +530,12 @@ def read_tables(path: Path, session_id: str = "") -> Iterator[Tables]:
     """Yields the rows of the sessions of a file, or of one session. Raises as `read_session`."""
     sessions = _read(path, session_id).to_pylist()
     files = [path.parents[2] / table / path.parent.name / path.name for table in PARTS]
-    if any(map(has_parts, sessions)):
-        for file in files:
-            if not file.exists():
-                raise SessionDamagedError(
-                    f"record: {file} is missing, so the sessions of {path} cannot be read; bring "
-                    f"it back, or delete {path}"
-                )
+    for file in files if any(map(has_parts, sessions)) else ():
+        if not file.exists():
+            raise SessionDamagedError(
+                f"record: {file} is missing, so the sessions of {path} cannot be read; bring it "
+                f"back, or delete {path}"
+            )
     parts = [_by_session(file, session_id) for file in files]
     for row in sessions:
         nodes, trajectories = (part.pop(row["session_id"], []) for part in parts)
@@ -553,14 +563,12 @@ def _record(
             one["sha256"]: image(path.parents[2] / _IMAGES, one["sha256"], one["media_type"])
             for one in tables.session["images"]
         }
-        record = record_of(tables, found)
-        if (own := rewards.get(id_)) is not None:
-            apply_rewards(record, late.rewards_in(own))
     except OSError as error:
         problem = f"images: one cannot be read: {error}; bring its file back"
         raise damaged_in(path, id_, problem) from error
-    except InvalidFieldError as error:
-        raise damaged_in(path, id_, error.message) from error
+    record = record_of(tables, found)
+    if (own := rewards.get(id_)) is not None:
+        apply_rewards(record, late.rewards_in(own))
     return record
 
 

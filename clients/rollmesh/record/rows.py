@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from google.protobuf.message import Message
 
 from rollmesh.client import of_spans, reason_names
 from rollmesh.record import images
@@ -105,7 +104,7 @@ def _row(
 ) -> dict[str, Any]:
     token_ids, logprobs, loss_mask = unpack_tokens(one.tokens, "tokens")
     summary = summary_of(session)
-    numerics = {one.id: _json(one) for one in session.numerics}
+    numerics = {one.id: json.dumps(plain(one)) for one in session.numerics}
     row = {
         **{name: value for name, value in summary.items() if name not in _NOT_IN_ROWS},
         "session_reward": summary["reward"],
@@ -128,7 +127,7 @@ def _row(
             if run.HasField("reward")
         ],
         "turn_sampling": [
-            {"node_id": run.node_id, "end": run.end, "sampling": _json(run.sampling)}
+            {"node_id": run.node_id, "end": run.end, "sampling": json.dumps(plain(run.sampling))}
             for run in _runs(one)
             if run.HasField("sampling")
         ],
@@ -162,10 +161,6 @@ def _columns(one: _Sequence, count: int) -> dict[str, Any]:
         ]
         row["routed_experts_shape"] = list(experts.rows.shape[1:])
     return row
-
-
-def _json(message: Message) -> str:
-    return json.dumps(plain(message))
 
 
 # Rows for supervised fine-tuning, by the names that TRL reads.

@@ -31,7 +31,8 @@ NUMBERS = {
     "sampled": "sampled",
     "trained": "trained",
     "malformed": "malformed",
-    "lag": "last_version - first_version",
+    "lag": f"CASE WHEN last_version / {STRIDE} = first_version / {STRIDE}"
+    " THEN last_version - first_version END",
     "seconds": "(closed - opened) / 1000.0",
 }
 """The numbers of a session that may be bounded: the name and its SQL."""
@@ -372,7 +373,7 @@ class Index:
     def series(self, chosen: Selection, by: str = "version") -> dict[str, Any]:
         """Returns sums over policy versions or over time, and counts of reasons and of lags.
 
-        The lag of a session is the number of versions from its first token's to its last one's.
+        The lag of a session is the number of versions between its tokens, if they are of one run.
 
         Args:
             chosen: The sessions.
@@ -397,7 +398,7 @@ class Index:
             " avg(CASE WHEN reward IS NOT NULL THEN reward >= 1 END) passed,"
             " avg(turns) turns, avg(sampled) sampled, sum(sampled) sampled_sum,"
             " sum(trained) trained_sum, avg(outcome <> 'COMPLETED') failed, avg(cut > 0) cut,"
-            " avg(malformed > 0) malformed, avg(last_version - first_version) lag,"
+            f" avg(malformed > 0) malformed, avg({NUMBERS['lag']}) lag,"
             f" max(last_version) newest FROM sessions WHERE {where} GROUP BY at"
             " ORDER BY at DESC LIMIT 1000",
             given,
@@ -409,9 +410,8 @@ class Index:
             given,
         )
         lags = self._rows(
-            "SELECT last_version - first_version lag, count(*) sessions FROM sessions"
-            f" WHERE {where} AND last_version / {STRIDE} = first_version / {STRIDE}"
-            " GROUP BY lag ORDER BY lag LIMIT 100",
+            f"SELECT {NUMBERS['lag']} lag, count(*) sessions FROM sessions"
+            f" WHERE {where} AND lag IS NOT NULL GROUP BY lag ORDER BY lag LIMIT 100",
             given,
         )
         if by == "version":

@@ -125,6 +125,19 @@ def test_a_packed_tree_describes_its_nodes() -> None:
     assert tree_of(world).reasons == ("LENGTH_CUT", "MIXED_VERSIONS", "AUXILIARY")
 
 
+def test_a_context_that_no_turn_continues_is_on_no_path() -> None:
+    record = record_of(random_world(1, 6), gateway_pb2.EXPORT_MODE_TREE)
+    paths = TrajectoryTree.from_proto(record.tree).paths()
+    tokens, end = record.tree.tokens, record.tree.nodes[-1].end
+    record.tree.nodes.add(node_id=99, start=end, end=end + 1, scaffold_tokens=1)
+    tokens.token_ids_u32le += bytes(4)
+    tokens.logprobs_f32le += bytes(4)
+    tokens.loss_mask_u8 += bytes(1)
+    tree = TrajectoryTree.from_proto(record.tree)
+    assert [one.tolist() for one in tree.paths()] == [one.tolist() for one in paths]
+    assert len(tree.leaves()) == len(paths) + 1
+
+
 def test_a_session_without_a_turn_is_an_empty_tree() -> None:
     tree = tree_of(World())
     assert (len(tree.token_ids), tree.paths(), tree.reasons) == (0, [], ("EXACT",))
