@@ -26,6 +26,7 @@ from tests.faults.test_lying_engines import answer
 from tests.locks import Locks
 from tests.meshes import Mesh, scripted_mesh
 from tests.models import make_thinking_dir
+from tests.processes import running
 from tests.receivers import hanging_receiver
 from tests.router.engines import Answers, noting_engine
 from tests.view.test_viewer import viewer
@@ -431,6 +432,16 @@ async def test_operators_and_trainers_see_alarms_and_agents_none(
     assert (operator.sessions, trainer.sessions) == ([], None)
     assert not any(one.samples or one.silent for one in agent.servers)
     assert not raised([agent, agent])
+
+
+async def test_a_caller_to_whom_no_server_shows_anything_is_told(tmp_path: Path) -> None:
+    said = "router: no server shows its state; give --router, and an operator's --token-file"
+    assert said in await doctor("--router=", code=2)
+    locks = Locks(tmp_path / "locks")
+    lock = locks.flags(Role.ROUTER)
+    async with running("router", tmp_path / "router", data_dir=tmp_path / "data", **lock) as router:
+        for words in ((), ("--watch",), (f"--token-file={locks.token_file(Role.AGENT)}",)):
+            assert said in await doctor(f"--router={router.address}", *words, code=2)
 
 
 # A mesh that is well.

@@ -16,6 +16,7 @@ from rollmesh.runtime.access import identity
 from rollmesh.runtime.config import ConfigError
 
 _LEAST_LOOKS, _MOST_LOOKS = 24, 1000
+_UNSEEN = "router: no server shows its state; give --router, and an operator's --token-file"
 
 
 def main() -> int:
@@ -25,17 +26,12 @@ def main() -> int:
     parser.add_argument("--every", type=_seconds, default=5.0, help="time between two looks")
     parser.add_argument("--watch", action="store_true", help="watch until it is stopped")
     parser.add_argument("--json", action="store_true", help="a JSON object for each alarm")
+    limits = AlarmLimits()
     parser.add_argument(
-        "--patience",
-        type=_seconds,
-        default=AlarmLimits().patience_s,
-        help="what should pass may last",
+        "--patience", type=_seconds, default=limits.patience_s, help="what should pass may last"
     )
     parser.add_argument(
-        "--session-idle",
-        type=_seconds,
-        default=AlarmLimits().session_s,
-        help="agents may ask nothing",
+        "--session-idle", type=_seconds, default=limits.session_s, help="agents may ask nothing"
     )
     parser.add_argument(
         "--metrics-port", type=int, default=-1, help="serves rollmesh_alarm to Prometheus"
@@ -68,7 +64,8 @@ async def _watch(options: argparse.Namespace, found: set[tuple[str, str]]) -> li
     """Prints alarms as they are raised and cleared, and adds them to `found`.
 
     Raises:
-        ConfigError: The looks within `--patience` are too many to be kept, or a port is taken.
+        ConfigError: The looks within `--patience` are too many, a port is taken, or no server shows
+            its state.
     """
     limits = AlarmLimits(patience_s=options.patience, session_s=options.session_idle)
     looks = max(_LEAST_LOOKS, 2 * round(options.patience / options.every))
@@ -84,6 +81,9 @@ async def _watch(options: argparse.Namespace, found: set[tuple[str, str]]) -> li
             while True:
                 next_ms = clock.monotonic_ms() + options.every * 1000
                 alarms = await observer.watch()
+                seen = (one for look in observer.history for one in look.servers)
+                if not any(one.samples or one.silent for one in seen):
+                    raise ConfigError(_UNSEEN)
                 before, now = now, {(one.name, one.where): one for one in alarms}
                 for key in now.keys() - before.keys() - (set() if options.watch else found):
                     _say(now[key], options)

@@ -82,8 +82,8 @@ async def _serve(options: argparse.Namespace) -> list[str]:
         try:
             listener.bind((options.host, options.port))
             listener.listen()  # before READY is said
-        except OSError as error:
-            return [f"{options.host}:{options.port}: {error.strerror}; give another --port"]
+        except (OSError, OverflowError) as error:
+            return [f"{options.host}:{options.port}: {error.args[-1]}; give another --port"]
         async with _mesh(options, index) as mesh:
             record = None if options.record is None else _record(options.record, index)
             viewer = Viewer(index, settings, mesh=mesh, record=record)

@@ -59,6 +59,12 @@ def test_only_the_path_of_metrics_is_served(port: int) -> None:
     assert scrape(port, path="/") == scrape(port, path="/metrics/..") == 404
 
 
+def test_a_port_that_there_is_not_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^metrics_port: .*:65536: "):
+        with metrics_endpoint("127.0.0.1", 65_536):
+            pass
+
+
 def test_a_file_of_tokens_locks_it(tmp_path: Path) -> None:
     digest = f"sha256:{hashlib.sha256(NEXT.encode()).hexdigest()}\n"
     write_private(tmp_path, {"scrapers": f"# Prometheus\n{TOKEN}\n{digest}".encode()})

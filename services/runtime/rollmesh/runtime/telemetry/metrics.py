@@ -173,7 +173,7 @@ def metrics_endpoint(
         return
     try:
         server = _Server(host, port, _guarded(make_wsgi_app(), tokens), tls)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise ConfigError(f"metrics_port: {host}:{port}: {error}") from error
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
