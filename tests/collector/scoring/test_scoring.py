@@ -37,7 +37,14 @@ def given_up() -> float:
     return REGISTRY.get_sample_value(name, {"outcome": "given_up"}) or 0.0
 
 
+def observed(part: str) -> float:
+    """The `count` or the `sum` of the rewards of sessions that were observed."""
+    name, labels = f"rollmesh_collector_session_rewards_{part}", {"model": "", "purpose": "train"}
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
 async def test_a_session_without_a_reward_is_scored_before_it_is_delivered(tmp_path: Path) -> None:
+    count, total = observed("count"), observed("sum")
     async with running("scorer", tmp_path, function=FUNCTION) as scorer:
         async with (
             stub_at(tmp_path, scorer=scorer.address) as stub,
@@ -46,6 +53,8 @@ async def test_a_session_without_a_reward_is_scored_before_it_is_delivered(tmp_p
             await ingest(stub, unscored("a"), record("b"))
             found = rewards_of(await stream.deliveries(2))
     assert found == {"a": REWARD, "b": 0.0}
+    assert observed("count") == count + 2
+    assert observed("sum") == pytest.approx(total + REWARD)
 
 
 async def test_a_session_whose_scorer_is_killed_in_mid_score_is_scored_by_the_next(

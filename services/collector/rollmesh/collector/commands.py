@@ -67,9 +67,7 @@ async def _inspect(collectors: CollectorDirectory, options: argparse.Namespace) 
     if options.session:
         request = pb.ReadSessionsRequest(session_id=options.session, without_arrays=True)
         found = [session async for session in _sessions(collectors, request)]
-        if (
-            any(session.messages for session in found) and not options.words
-        ):  # their text is with the arrays
+        if not options.words and any(one.messages for one in found):  # texts are in the arrays
             request.without_arrays = False
             found = [session async for session in _sessions(collectors, request)]
         for session in found:

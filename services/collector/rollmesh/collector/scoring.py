@@ -124,7 +124,7 @@ class Scoring:
                 await _connected(scorer)
                 with typed_errors():
                     scored = await stub.Score(request, timeout=self._timeout_s)
-                await self._set(session_id, scored.rewards)
+                await self._set(record, scored.rewards)
             except RepeatConflictError:  # another collector, which was thought dead, scored it
                 return
             except RollmeshError as error:
@@ -139,15 +139,19 @@ class Scoring:
                 metrics.SCORES.labels("scored").inc()
                 return
         metrics.SCORES.labels("given_up").inc()
-        await self._set(session_id, session_pb2.SessionRewards())
+        await self._set(record, session_pb2.SessionRewards())
 
-    async def _set(self, session_id: str, rewards: session_pb2.SessionRewards) -> None:
+    async def _set(
+        self, record: session_pb2.SessionRecord, rewards: session_pb2.SessionRewards
+    ) -> None:
         """Sets rewards, unless a client has set one while the scorer was asked."""
-        await _persistently(
+        is_repeat = await _persistently(
             lambda: self._store.set_rewards(
-                session_id, rewards, _REQUEST_ID, clock.steady_unix_ms(), is_late=True
+                record.session_id, rewards, _REQUEST_ID, clock.steady_unix_ms(), is_late=True
             )
         )
+        if rewards.HasField("reward") and not is_repeat:
+            metrics.observe_reward(record, rewards.reward)
         self._announce()
 
 
@@ -231,15 +235,9 @@ class Teachers:
                     raise refusal from error
                 # No engine now, an unknown model, or the store.
                 metrics.TEACHER_SCORES.labels("failed").inc()
-                _log.warning(
-                    "trajectory not scored, will retry",
-                    extra=fields(
-                        teacher=consumer.teacher.model,
-                        session_id=session_id,
-                        reason=error.reason,
-                        error=str(error),
-                    ),
-                )
+                what = {"teacher": consumer.teacher.model, "session_id": session_id}
+                said = fields(**what, reason=error.reason, error=str(error))
+                _log.warning("trajectory not scored, will retry", extra=said)
                 await asyncio.sleep(backoff.next_s())
             else:
                 return
