@@ -1,6 +1,7 @@
 """Numbers of a step, as `Client.report_step` takes them."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +45,18 @@ def test_a_turn_that_several_trajectories_have_was_sampled_once() -> None:
     branch.path.segments[3].node_id = 9
     found = step_metrics([session("s", [first, branch])])
     assert (found["sampled_tokens"], found["trained_tokens"]) == (3 + 4 + 4, 3 + 4 + 4)
+
+
+@pytest.mark.parametrize("own", [{"turn_rewards": [0.5]}, {"reward": 0.5}])
+def test_a_group_whose_turns_or_trajectories_have_other_rewards_is_not_flat(
+    own: dict[str, Any],
+) -> None:
+    plain, better = linear("a", 2, 3), linear("b", 2, 3, **own)
+    group = [session(name, [one], group="g") for name, one in (("a", plain), ("b", better))]
+    found = step_metrics(group)
+    assert (found["compared_groups"], found["flat_groups"]) == (1, 0)
+    group[1] = session("b", [plain, trajectory("c", MASKED, reward=7.0)], group="g")
+    assert step_metrics(group)["flat_groups"] == 1
 
 
 def test_the_lag_is_that_of_the_trained_tokens() -> None:

@@ -73,7 +73,15 @@ class ImageProcessor:
     def inputs_of(self, session: SessionResult, trajectory: Trajectory) -> ImageInputs:
         """Returns the inputs of a trajectory of a session. Raises as `inputs` does."""
         count, images = len(trajectory.token_ids), trajectory.images
-        tensors = self._processed(session, images)
+        tensors: dict[str, Any] = {}
+        if images:
+            if missing := sorted({one.sha256 for one in images} - session.images.keys()):
+                problem = f"session {session.session_id} lacks the files of {', '.join(missing)}"
+                raise InvalidFieldError("images", problem)
+            files = {one.sha256: session.images[one.sha256].data for one in images}
+            pixels = {sha256: self._decode(data) for sha256, data in files.items()}
+            shown = [pixels[one.sha256] for one in images]
+            tensors = dict(self._processor(images=shown, return_tensors="pt"))
         grids = self._grids(tensors, images, f"trajectory {trajectory.trajectory_id}")
         positions = np.arange(count, dtype=np.int64)
         if self.has_grid_positions:
@@ -82,20 +90,6 @@ class ImageProcessor:
         for image in images:
             token_types[image.start : image.start + image.tokens] = 1
         return ImageInputs(tensors, positions, token_types)
-
-    def _processed(
-        self, session: SessionResult, images: Sequence[trajectory_pb2.TrajectoryImage]
-    ) -> dict[str, Any]:
-        if not images:
-            return {}
-        if missing := sorted({one.sha256 for one in images} - session.images.keys()):
-            raise InvalidFieldError(
-                "images", f"session {session.session_id} lacks the files of {', '.join(missing)}"
-            )
-        files = {one.sha256: session.images[one.sha256].data for one in images}
-        pixels = {sha256: self._decode(data) for sha256, data in files.items()}
-        shown = [pixels[one.sha256] for one in images]
-        return dict(self._processor(images=shown, return_tensors="pt"))
 
     def _grids(
         self,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -210,12 +211,9 @@ def _lay_out(
     ]
     columns = lay_out(rows, places, shape, pad_id, inputs)
     segment_ids = np.zeros(shape, np.int32)
-    number: dict[Cell, int] = {}  # of the trajectories of each row, from 1, by column
-    in_row: dict[int, int] = {}
-    for cell in sorted(cells):
-        in_row[cell[0]] = number[cell] = in_row.get(cell[0], 0) + 1
-    for here, cell in zip(places, cells, strict=True):
-        segment_ids[here] = number[cell]
+    in_row: dict[int, int] = {}  # number of trajectories so far, by row
+    for (row, _), here in sorted(zip(cells, places, strict=True), key=itemgetter(0)):
+        in_row[row] = segment_ids[here] = in_row.get(row, 0) + 1
     return Batch(
         **columns,
         attention_mask=segment_ids > 0,

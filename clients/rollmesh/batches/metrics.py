@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.batches.layouts import Batch
-from rollmesh.batches.rows import sessions_of
+from rollmesh.batches.rows import rows_of, sessions_of
 from rollmesh.batches.tensors import RaggedBatch
 from rollmesh.client import Delivery, SessionResult
 from rollmesh.runtime import version_of
@@ -29,6 +29,8 @@ class StepCounts:
     version_sum: int = 0
     """Sum of the policy versions of the trained tokens."""
     oldest_version: int | None = None
+    totals: dict[tuple[str, str], set[float]] = field(default_factory=dict)
+    """The different total rewards of trained trajectories, by run and group."""
 
     def add(self, session: SessionResult) -> None:
         """Counts a session, unless another attempt replaced it or its seat is abandoned."""
@@ -38,6 +40,7 @@ class StepCounts:
         versions = [part.policy_versions[part.loss_mask] for part, _ in parts]
         sampled = sum(int(mask.sum()) for _, mask in parts)
         trained = sum(map(len, versions))
+        rows = rows_of([session], missing_reward="leave_out") if session.trajectories else ()
         found = StepCounts(
             1,
             sampled,
@@ -47,6 +50,7 @@ class StepCounts:
             {} if session.reward is None else {session.group: [session.reward]},
             sum(int(one.sum()) for one in versions),
             min((int(one.min()) for one in versions if len(one)), default=None),
+            {session.group: {row.reward for row in rows}},
         )
         self.merge(found)
 
@@ -59,13 +63,15 @@ class StepCounts:
         self.rewarded_untrained_sessions += other.rewarded_untrained_sessions
         for group, rewards in other.rewards.items():
             self.rewards.setdefault(group, []).extend(rewards)
+        for group, totals in other.totals.items():
+            self.totals.setdefault(group, set()).update(totals)
         self.version_sum += other.version_sum
         oldest = [one for one in (self.oldest_version, other.oldest_version) if one is not None]
         self.oldest_version = min(oldest, default=None)
 
     def metrics(self, policy_version: int | None = None) -> dict[str, float]:
         """Returns the numbers of `step_metrics`."""
-        compared = [group for group in self.rewards.values() if len(group) > 1]
+        compared = [group for group, rewards in self.rewards.items() if len(rewards) > 1]
         rewards = [reward for group in self.rewards.values() for reward in group]
         found: dict[str, float] = {
             "sessions": self.sessions,
@@ -74,7 +80,9 @@ class StepCounts:
             "masked_sessions": self.masked_sessions,
             "rewarded_untrained_sessions": self.rewarded_untrained_sessions,
             "compared_groups": len(compared),
-            "flat_groups": sum(min(group) == max(group) for group in compared),
+            "flat_groups": sum(
+                len(set(self.rewards[one])) == 1 and len(self.totals[one]) < 2 for one in compared
+            ),
         }
         if rewards:
             found["reward_mean"] = float(np.mean(rewards))
@@ -100,10 +108,10 @@ def step_metrics(
             run, `lag_mean` and `lag_max`.
 
     Returns:
-        `sessions`, `reward_mean` of those with a reward. `sampled_tokens` and `trained_tokens`,
-        each once. `masked_sessions`: sampled tokens, none of them trained. `compared_groups`: two
-        rewards or more. `flat_groups`: all the same. `rewarded_untrained_sessions`: a reward, and
-        no trained token. `lag_mean` and `lag_max`: age of the trained tokens, in policy versions.
+        `sessions`, `reward_mean` of those with a reward. `sampled_tokens` and `trained_tokens`.
+        `masked_sessions`: sampled tokens, none trained. `rewarded_untrained_sessions`: a reward,
+        and no trained token. `compared_groups`: two rewards or more. `flat_groups`: all the same,
+        of turns too. `lag_mean` and `lag_max`: age of the trained tokens, in policy versions.
     """
     counts = StepCounts()
     for session in sessions_of(sources):
