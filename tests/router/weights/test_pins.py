@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from rollmesh.client import Client, MeshAddresses, WeightsPushError
+from rollmesh.router import Fleet, Members, Models, RouterConfig
 from rollmesh.runtime.errors import (
     InvalidFieldError,
+    OverloadedError,
     RunAbandonedError,
     StaleVersionError,
     VersionGoneError,
@@ -227,3 +229,12 @@ async def test_a_release_at_one_router_ends_the_wait_at_the_other(place: Place) 
         await place.until_it_waits(1)
         await first.pin_weights("math", 1, 0)
     assert [version for version, _ in place.engine.taken] == [1, 2]
+
+
+def test_a_pin_is_renewed_among_as_many_as_there_may_be(tmp_path: Path) -> None:
+    config = RouterConfig(data_dir=tmp_path)
+    pins = Models(Fleet(None), Members(config.missed_reports), config).pins
+    assert all(pins.hold("policy", f"evaluation {at}", 1, 60_000) for at in range(1_024))
+    with pytest.raises(OverloadedError, match="1024 evaluations pin the weights"):
+        pins.hold("policy", "one more", 1, 60_000)
+    assert not pins.hold("policy", "evaluation 7", 1, 60_000)

@@ -83,7 +83,7 @@ class Pins:
             )
         now_ms = clock.monotonic_ms()
         own = {at: pin for at, pin in self._own.get(model, {}).items() if pin.until_ms > now_ms}
-        if len(own) >= _MOST_PINS:
+        if holder not in own and len(own) >= _MOST_PINS:
             raise OverloadedError(f"{len(own)} evaluations pin the weights; wait until some end")
         known = {(pin.holder, pin.policy_version) for pin in self._of_model(model)}
         ends_ms, lapses_ms = now_ms + remaining_ms, now_ms + self._pin_ms
