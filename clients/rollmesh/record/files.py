@@ -462,8 +462,9 @@ def _read_records(
             continue
         try:
             for tables in read_tables(path):
+                id_ = tables.session["session_id"]
                 try:
-                    if (id_ := tables.session["session_id"]) in seen:
+                    if id_ in seen:
                         raise damaged_in(path, id_, "session_id: is there twice")
                     record = _record(path, tables, rewards, images.read)
                     check_session(record, "session")  # as a collector does, and its messages
@@ -644,6 +645,5 @@ def _lists(column: Any) -> Iterator[Any]:
     """Yields the lists of a column as NumPy arrays."""
     for chunk in column.chunks:
         values = chunk.values.to_numpy(zero_copy_only=False)
-        ends = chunk.offsets.to_numpy()
-        for start, end in pairwise(ends):
+        for start, end in pairwise(chunk.offsets.to_numpy()):
             yield values[start:end]
