@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from rollmesh.integrations.ray import Mesh, Status, services
+from rollmesh.integrations.ray import Mesh, ServiceActor, Status
 from rollmesh.launch import Process
 
 
@@ -23,9 +23,9 @@ def node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
 
 
-def actor(table: dict[str, Any]) -> services.ServiceActor:
+def actor(table: dict[str, Any]) -> ServiceActor:
     process = Process("gateway-1", "gateway", 1, table)
-    return services.ServiceActor(process, {}, "", ["127.0.0.1:1"], "", {"gateway.token": b"t"})
+    return ServiceActor(process, {}, "", ["127.0.0.1:1"], "", {"gateway.token": b"t"})
 
 
 @pytest.mark.parametrize("name", ["grace_ms", "metrics_port"])

@@ -20,4 +20,4 @@ from rollmesh.integrations.ray.placement import (
     same_kind as same_kind,
     spread as spread,
 )
-from rollmesh.integrations.ray.services import Status as Status
+from rollmesh.integrations.ray.services import ServiceActor as ServiceActor, Status as Status

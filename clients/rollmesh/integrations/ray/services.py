@@ -96,7 +96,7 @@ class ServiceActor:
         self._child: Child | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._problem = ""
-        self._loop, self._ended = asyncio.new_event_loop(), threading.Event()
+        self._ended = threading.Event()
         own = {"host": host, **process.table}
         if str(own.get("metrics_port")).isdecimal():
             own["metrics_port"] = 0  # several services share a node
@@ -109,6 +109,7 @@ class ServiceActor:
             self._problem = f"{process.name} ended before it was ready: {error}"
             self._ended.set()
             return
+        self._loop = asyncio.new_event_loop()
         # Ray sets CUDA_VISIBLE_DEVICES there.
         self._child = child = Child(spec, {**os.environ, **spec.variables})  # noqa: TID251
         threading.Thread(target=self._keep, args=(child,), name=process.name, daemon=True).start()

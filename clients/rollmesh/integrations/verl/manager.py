@@ -158,8 +158,7 @@ class PromptRollouts:
             raise InvalidFieldError("uid", f"{prompt.uid!r} is running; submit it once")
         self._uids.add(prompt.uid)
         self._prompts[prompt.group_id] = prompt
-        putting = self._submitted.put(prompt)
-        asyncio.run_coroutine_threadsafe(putting, self._loop).result(_SUBMIT_S)
+        asyncio.run_coroutine_threadsafe(self._submitted.put(prompt), self._loop).result(_SUBMIT_S)
 
     def stop(self) -> None:
         """Ends `serve`. Unfinished prompts become failures."""
