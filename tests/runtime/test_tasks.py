@@ -70,7 +70,7 @@ async def test_an_error_of_the_work_raises_in_its_waiter_alone() -> None:
         assert await begun(tasks, nothing()) == 0
 
 
-async def test_who_stops_a_task_is_cancelled_itself_and_sees_the_error_of_the_task() -> None:
+async def test_a_caller_that_stops_a_task_is_cancelled_itself_and_sees_its_error() -> None:
     may_end = asyncio.Event()
 
     async def ends_slowly() -> None:
