@@ -123,6 +123,15 @@ async def reads_on(stream: Stream, until: str) -> set[str]:
             await stream.acknowledge(response.delivery.delivery_id)
 
 
+async def test_units_that_are_loaded_for_longer_than_their_lease_are_delivered(
+    tmp_path: Path,
+) -> None:
+    async with stub_at(tmp_path, tick_ms=1) as stub:
+        await ingest(stub, UNITS)
+        async with subscribing(stub, lease_ms=1, credits_=MANY) as stream:
+            await reads_all(stream)
+
+
 async def test_units_not_read_at_one_collector_are_delivered_by_another(tmp_path: Path) -> None:
     async with (
         postgres_database() as database,

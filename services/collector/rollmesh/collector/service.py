@@ -182,7 +182,8 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         if not request.sessions:
             raise InvalidFieldError("sessions", "is empty; send at least one")
         began_ms = clock.monotonic_ms()
-        await asyncio.to_thread(_check_sessions, request.sessions)
+        names = [f"sessions[{at}]" for at in range(len(request.sessions))]
+        await asyncio.to_thread(lambda: list(map(check_session, request.sessions, names)))
         duplicates = await begun(self.subscriptions.tasks, self._ingest(request.sessions))
         if tracing.is_on():
             took_ms = clock.monotonic_ms() - began_ms
@@ -451,10 +452,7 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
         return stats
 
     async def _export_alarms(self) -> None:
-        """Exports the alarms of all consumers again and again, until it is cancelled.
-
-        Another collector of the store may have taken the last step.
-        """
+        """Exports the alarms of all consumers until cancelled: any collector may take a step."""
         while True:
             found: list[tuple[str, str]] = []
             with suppress(RollmeshError):  # the store is away
@@ -512,11 +510,6 @@ class CollectorService(collector_pb2_grpc.CollectorServiceServicer):
                 session = await self.store.session(request.session_id, arrays=False)
                 metrics.observe_reward(session, request.rewards.reward)
         return duplicate
-
-
-def _check_sessions(records: Sequence[session_pb2.SessionRecord]) -> None:
-    for at, record in enumerate(records):
-        check_session(record, f"sessions[{at}]")
 
 
 def _check_position(field: str, position: pb.Position) -> None:

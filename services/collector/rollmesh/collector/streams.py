@@ -101,11 +101,15 @@ class Stream:
 
 
 class DeliveryLease(NamedTuple):
-    """A unit that was sent and is not yet acknowledged."""
+    """A unit of a stream that is not yet acknowledged. It expires only after it was sent."""
 
     unit: Unit
     stream: Stream
-    expires_ms: int
+    expires_ms: int | None = None
+
+    def is_late(self, now_ms: int) -> bool:
+        """Returns whether it has expired, or its stream has stalled before it was sent."""
+        return self.stream.stalled if self.expires_ms is None else self.expires_ms <= now_ms
 
 
 @dataclass(slots=True)
@@ -122,7 +126,7 @@ class Consumer:
     ready: list[Unit] = field(default_factory=list)
     """Heap of the units that wait for a stream with credits."""
     leased: dict[str, DeliveryLease] = field(default_factory=dict)
-    """By unit id: units that were sent and are not yet acknowledged."""
+    """By unit id: units of streams that are not yet acknowledged."""
     unscored: dict[str, Unit] = field(default_factory=dict)
     """By unit id: units that wait for the scores of the consumer's teacher."""
     streams: set[Stream] = field(default_factory=set)
@@ -189,7 +193,7 @@ class Consumer:
             self._return(lease)
         self._late = {id_: late for id_, late in self._late.items() if late is not stream}
 
-    def take(self, stream: Stream, now_ms: int) -> Unit | None:
+    def take(self, stream: Stream) -> Unit | None:
         """Leases the oldest ready unit to a stream. Returns None without credits or units.
 
         A unit whose lease expired on this stream goes to another stream that can take it, if any.
@@ -209,8 +213,15 @@ class Consumer:
             return None
         self._queued.discard(unit.unit_id)
         stream.credits -= 1
-        self.leased[unit.unit_id] = DeliveryLease(unit, stream, now_ms + self.settings.lease_ms)
+        self.leased[unit.unit_id] = DeliveryLease(unit, stream)
         return unit
+
+    def send(self, unit_id: str, stream: Stream, now_ms: int) -> bool:
+        """Starts the lease of a unit. Returns False if the stream no longer has it."""
+        if is_held := self.leases(unit_id, stream):
+            expires_ms = now_ms + self.settings.lease_ms
+            self.leased[unit_id] = self.leased[unit_id]._replace(expires_ms=expires_ms)
+        return is_held
 
     def leases(self, unit_id: str, stream: Stream) -> bool:
         """Returns whether a stream has a unit, which was neither settled nor given back."""
@@ -246,18 +257,17 @@ class Consumer:
         self._late.pop(unit_id, None)
 
     def expire(self, now_ms: int) -> bool:
-        """Takes back units with expired leases. Returns whether more can be taken than before."""
+        """Takes back late units. Returns whether more can be taken than before."""
         is_more = False
+        for stream in self.streams:
+            slow = stream.sent_ms is not None and stream.sent_ms <= now_ms - self.settings.lease_ms
+            is_more |= slow and not stream.stalled
+            stream.stalled = slow
         for lease in list(self.leased.values()):
-            if lease.expires_ms <= now_ms:
+            if lease.is_late(now_ms):
                 self._late[lease.unit.unit_id] = lease.stream
                 self._return(lease)
                 is_more = True
-        for stream in self.streams:
-            sent_ms = now_ms if stream.sent_ms is None else stream.sent_ms
-            slow = sent_ms <= now_ms - self.settings.lease_ms
-            is_more |= slow and not stream.stalled
-            stream.stalled = slow
         return is_more
 
     def _return(self, lease: DeliveryLease) -> None:
@@ -502,7 +512,7 @@ class Subscriptions:
                     await faults.reach("collector-after-delivery")
                 elif not stream.acknowledged and not stream.ended:
                     # Wakes up when a lease expires, too.
-                    ends_ms = [lease.expires_ms for lease in consumer.leased.values()]
+                    ends_ms = [one.expires_ms for one in consumer.leased.values() if one.expires_ms]
                     left_s = (min(ends_ms) - clock.monotonic_ms()) / 1000 if ends_ms else None
                     with suppress(TimeoutError):
                         async with asyncio.timeout(left_s):
@@ -546,8 +556,7 @@ class Subscriptions:
             case "version":
                 version = request.version.policy_version
                 check_version("version.policy_version", version)
-                name = stream.consumer.settings.name
-                changes = pb.Consumer(name=name, policy_version=version)
+                changes = pb.Consumer(name=stream.consumer.settings.name, policy_version=version)
                 await begun(self.tasks, self.update(changes))
             case _:
                 raise InvalidFieldError("part", "send grants, acknowledgements and versions")
@@ -568,7 +577,7 @@ class Subscriptions:
         while not stream.ended:
             if stream.loaded:
                 response = stream.loaded.popleft()
-                if consumer.leases(response.delivery.delivery_id, stream):
+                if consumer.send(response.delivery.delivery_id, stream, clock.monotonic_ms()):
                     return response
                 # Acknowledged since, which this client is told first, or taken back.
                 stream.credits += 1
@@ -583,8 +592,7 @@ class Subscriptions:
                         consumer.more = True
                         raise
                     consumer.add_page(page)
-            now = clock.monotonic_ms()
-            while len(stream.taken) < _MOST_TAKEN and (unit := consumer.take(stream, now)):
+            while len(stream.taken) < _MOST_TAKEN and (unit := consumer.take(stream)):
                 stream.taken.append(unit)
             if not stream.taken:
                 return None
@@ -596,11 +604,9 @@ class Subscriptions:
         consumer, name = stream.consumer, stream.consumer.settings.name
         found = await self.store.load(consumer.settings, stream.taken, clock.steady_unix_ms())
         # Assembled in a thread, as a session can take megabytes.
-        responses = await asyncio.to_thread(
-            lambda: [loaded.response() if loaded else None for loaded in found]
-        )
+        built = await asyncio.to_thread(lambda: [one.response() if one else None for one in found])
         units, stream.taken = stream.taken[: len(found)], stream.taken[len(found) :]
-        for unit, loaded, response in zip(units, found, responses, strict=True):
+        for unit, loaded, response in zip(units, found, built, strict=True):
             if response is not None and loaded is not None:
                 stream.loaded.append(response)
                 is_first = loaded.attempt == 1
