@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 Found = TypeVar("Found")
-_LIMIT_S = 120.0
+_LIMIT_S = 300.0
 _PAUSE_S = 0.02  # leaves the machine to what is waited for
 
 

@@ -40,7 +40,6 @@ def steps() -> list[tuple[str, str]]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
 async def test_gemini_cli_is_one_trajectory_of_the_tokens_that_were_sampled(tmp_path: Path) -> None:
     (home := tmp_path / "home").mkdir()

@@ -18,7 +18,6 @@ from tests.models import torch_logprobs
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 QUESTIONS = ("What is 12 plus 30?", "Use the tools.", "I am not sure.")

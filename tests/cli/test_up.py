@@ -269,7 +269,6 @@ async def test_gateways_that_serve_agents_answer_them_again_after_a_kill(
 
 @pytest.mark.long
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
 async def test_an_engine_of_vllm_that_is_killed_takes_its_model_along_and_comes_back(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -336,7 +335,6 @@ async def test_nothing_outlives_a_supervisor_that_was_killed(mesh: Up) -> None:
 
 @pytest.mark.long
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
 async def test_nothing_outlives_a_supervisor_that_was_killed_while_vllm_loads(
     tmp_path: Path, model_dir: Path
 ) -> None:

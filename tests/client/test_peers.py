@@ -17,7 +17,7 @@ from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 from tests.collector.records import record
 
 Script: TypeAlias = Sequence[Callable[[bytes], bytes]]
-WAIT_S = 60
+WAIT_S = 180
 
 
 def garbage(request: bytes) -> bytes:

@@ -13,7 +13,7 @@ from rollmesh.runtime.rpc import Bound, open_channel, serve
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 from tests.collector.records import record
 
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 SESSION = collector_pb2.DELIVERY_UNIT_SESSION
 GROUP = collector_pb2.DELIVERY_UNIT_GROUP
 

@@ -107,7 +107,6 @@ def proto_of(file: FileDescriptor) -> FileDescriptorProto:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
 async def test_a_typescript_program_chats_and_reads_its_trajectory(
     tmp_path: Path, tokenizer_dir: Path

@@ -19,7 +19,7 @@ from tests.contract.former_code import FormerCode, former_code
 from tests.meshes import Mesh, write_script
 from tests.processes import run_to_end
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.long
 SERVICES = ("router", "collector", "engine", "gateway", "sidecar")
 UPGRADED_LAST = ("engine", "gateway", "sidecar", "trainer")
 PROGRAM = Path(__file__).with_name("trainer_program.py")

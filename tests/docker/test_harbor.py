@@ -17,7 +17,6 @@ BRIDGE = "172.17.0.1"
 pytestmark = [
     pytest.mark.docker,
     pytest.mark.usefixtures("docker_is_there"),
-    pytest.mark.timeout(600),
 ]
 _PROGRAM = """\
 import json, os, urllib.request

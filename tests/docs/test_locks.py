@@ -22,7 +22,6 @@ def test_every_lock_is_installed_without_resolving_it_again() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("lock", _PEERS, ids=lambda lock: lock.stem)
 def test_the_peers_of_a_benchmark_are_installed_whole(lock: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True, timeout=120)

@@ -40,7 +40,7 @@ from tests.engine.engines import PROMPT, Result, streamed
 from tests.gateway.live import served
 from tests.waiting import until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.asyncio(loop_scope="function")
 
 
 class SlowUpdates(ScriptedBackend):

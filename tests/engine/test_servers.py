@@ -33,7 +33,6 @@ from tests.waiting import until
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
 ]
 GREEDY = {"temperature": 0.0}
 INCREMENTAL = {"sglang": ("--incremental-streaming-output",)}

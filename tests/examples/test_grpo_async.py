@@ -27,7 +27,7 @@ pytestmark = [
 ]
 _PLAN = Plan(steps=4, groups=2, samples=2)
 _MAX_LAG = 2
-_WAIT_S = 60
+_WAIT_S = 180
 _QUESTIONS = [task.question for step in range(_PLAN.steps) for task in _PLAN.tasks(step)]
 # Four groups begin at once, two of them to be trained first. The fifth and the mixed one are then
 # the only ones there for the second step: whatever is slow, nothing else grows stale.

@@ -64,7 +64,6 @@ async def test_a_killed_engines_generation_continues_on_a_late_engine_with_the_s
 
 @pytest.mark.long
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
 async def test_a_pinned_revision_continues_on_another_vllm_with_the_log_probs_of_torch(
     tmp_path: Path,
 ) -> None:

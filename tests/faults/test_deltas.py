@@ -14,7 +14,7 @@ from tests import models
 from tests.processes import running
 from tests.router.routers import generating, running_router
 
-pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm]
 PROMPT, REPLY, PUSHES, LANES = [5, 6, 7], 400, 6, 3
 
 

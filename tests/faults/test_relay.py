@@ -37,7 +37,6 @@ from tests.waiting import until, until_says
 SAID, REPLY = "plain", "The answer is 42, and there is more to say about it than one may think."
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": SAID}]}
 STREAM = {"stream": True}
-pytestmark = pytest.mark.timeout(300)
 
 
 @asynccontextmanager

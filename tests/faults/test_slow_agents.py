@@ -28,7 +28,7 @@ from tests.sidecar.scripted_gateway import (
 )
 from tests.waiting import until
 
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 PIECE = "word " * 13_000
 PIECES = 150
 MOST_PIECES = 75

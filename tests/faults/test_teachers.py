@@ -27,7 +27,6 @@ PASSED = 1_500_000
 """Bytes of an answer that end in its second message."""
 SIZES: dict[str, Any] = {"vocabulary_tokens": TOKENS, "max_context_tokens": TOKENS}
 TEACHER = pb.Teacher(model="teacher", top_k=TOP_K)
-pytestmark = pytest.mark.timeout(300)
 
 
 class Watched:

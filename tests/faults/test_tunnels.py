@@ -47,7 +47,6 @@ RULES = [("plain", "The answer is 42, and there is more to say about it than one
 (SAID, REPLY) = RULES[0]
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": SAID}]}
 ENGINE, GATEWAY = router_pb2.REPLICA_KIND_ENGINE, router_pb2.REPLICA_KIND_GATEWAY
-pytestmark = pytest.mark.timeout(300)
 
 
 @asynccontextmanager

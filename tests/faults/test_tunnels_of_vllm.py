@@ -43,7 +43,6 @@ async def flags_of(
 
 @pytest.mark.long
 @pytest.mark.vllm
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("attached", [False, True])
 async def test_turns_have_the_tokens_and_log_probs_that_the_engine_gives_directly(
     tmp_path: Path, *, attached: bool

@@ -31,7 +31,7 @@ from rollmesh.v1 import engine_pb2, gateway_admin_pb2_grpc, gateway_pb2_grpc, sa
 from tests.processes import reserved_port
 
 Messages: TypeAlias = AsyncGenerator[engine_pb2.TokenChunk, None]
-_WAIT_S = 60
+_WAIT_S = 180
 
 
 @dataclass(eq=False)

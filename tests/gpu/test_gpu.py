@@ -30,7 +30,6 @@ from tests.processes import running
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(not GPUS, reason="torch sees no GPU"),
 ]
 two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, torch sees {GPUS}")

@@ -23,8 +23,6 @@ from tests.harbor.connecting import ASKED, answered, both, command, connected, t
 from tests.harbor.serving import harbor_server
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.long), True])
 async def test_each_task_is_a_group_of_sessions_with_the_verifiers_rewards(

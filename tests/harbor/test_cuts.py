@@ -24,7 +24,6 @@ from tests.harbor.connecting import (
 from tests.harbor.serving import Harbor, answers_of, statuses_of
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(300)
 AGENTS, TURNS = 2, 3
 """As many agents stream as do not."""
 

@@ -24,8 +24,6 @@ from tests.harbor.serving import answers_of, statuses_of
 from tests.meshes import until_free
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(300)
-
 
 async def test_a_server_that_is_killed_ends_its_rollouts_and_serves_again(
     tmp_path: Path, tokenizer_dir: Path
@@ -251,7 +249,6 @@ async def test_an_agent_that_stops_reading_gets_the_whole_answer_later(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("unmarked", [False, True])
 async def test_a_thousand_requests_at_once_are_all_answered_once_through_a_cut(
     tmp_path: Path, tokenizer_dir: Path, *, unmarked: bool

@@ -30,7 +30,6 @@ from tests.meshes import Mesh, scripted_mesh
 from tests.record.test_atif import told, user
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(300)
 LONG = partial(pytest.param, marks=pytest.mark.long)  # a trial is a process that imports Harbor
 
 
@@ -219,7 +218,6 @@ async def test_a_trial_whose_trainer_dies_ends_its_sandbox(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 async def test_a_trial_whose_time_is_over_ends_its_sandbox(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

@@ -15,8 +15,6 @@ from aiohttp.test_utils import TestServer
 from rollmesh.integrations.harbor import RelayClient, Rollout
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Answering(RelayClient):
     """The part of a connector that answers. Every rollout has the same session."""

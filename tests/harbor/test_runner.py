@@ -34,7 +34,6 @@ from tests.harbor.serving import KEY, Harbor, answers_of, statuses_of
 from tests.processes import run_to_end
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(300)
 ATTEMPTS = 3
 _AUTHOR = ("-c", "user.name=tests", "-c", "user.email=tests@example.org")
 FOLDERS = {"import_path": "examples.demo.harbor.folders:FolderEnvironment", "delete": True}

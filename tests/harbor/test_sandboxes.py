@@ -23,7 +23,6 @@ from tests.models import make_thinking_dir
 from tests.paths import ROOT
 
 pytestmark = [
-    pytest.mark.timeout(900),
     pytest.mark.skipif(not (ENVIRONMENT / ".ready").exists(), reason="make .venv-agents/.ready"),
 ]
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"

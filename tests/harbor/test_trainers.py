@@ -15,8 +15,6 @@ from tests.harbor.test_runner import FOLDERS, runner_of
 from tests.trainers.processes import run_script
 from tests.trainers.test_trl import arguments
 
-pytestmark = pytest.mark.timeout(500)
-
 
 def two_tasks(harbor: Harbor) -> list[str]:
     return [harbor.task(name, ASKED)["path"] for name in ("one", "two")]

@@ -34,7 +34,7 @@ from tests.paths import ROOT
 from tests.trial_certificates import copy_certificates
 from tests.waiting import until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.long
 HABITS = Habits(agents=6, most_turns=6, pause_s=0.15, left=0.1)
 """Of the agents. The rest of a mesh is that of the overlay for CPUs with some more pods."""
 FURTHER = """

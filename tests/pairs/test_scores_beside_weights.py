@@ -137,7 +137,6 @@ async def test_scores_are_of_one_version_that_the_teacher_had(
 
 @pytest.mark.long
 @pytest.mark.vllm
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("act", [pushes, sleeps, pushes_into_sleeps])
 async def test_scores_of_vllm_are_those_of_torch_for_their_version(
     tmp_path: Path,

@@ -24,7 +24,7 @@ from tests.waiting import until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
 ]
 SNIPPET = "docs/deploy/ray.md python 1"
 SERVICES = ["collector", "engine-0", "gateway-0", "router", "sidecar"]
@@ -51,7 +51,7 @@ async def drive(cluster: Cluster, program: str, *words: str, **settings: Any) ->
         env={**os.environ, "RAY_ADDRESS": str(cluster.address)},
         **settings,
     )
-    async with asyncio.timeout(240):
+    async with asyncio.timeout(600):
         output, _ = await process.communicate()
     assert process.returncode == 0, f"{process.returncode}: {output.decode()}"
     return output.decode()

@@ -30,7 +30,7 @@ from tests.waiting import until
 pytestmark = [
     pytest.mark.long,  # three nodes on one machine, of which one is lost
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
 ]
 SESSIONS = 6
 # A node whose raylet is gone is dead after five seconds. One that is only slow is not.
@@ -207,7 +207,7 @@ async def command(cluster: Cluster, *words: str) -> tuple[int | None, str, str]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(300):
+    async with asyncio.timeout(600):
         output, errors = await process.communicate()
     return process.returncode, output.decode(), errors.decode()
 

@@ -13,7 +13,7 @@ import pytest
 
 from rollmesh.cli import free_ports
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tup
     )
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(600):
             async for line in process.stdout:
                 if b"Ray runtime started" in line:
                     break
@@ -67,7 +67,7 @@ async def test_the_error_names_the_variable_of_the_token(
         stderr=asyncio.subprocess.PIPE,
         env={**own, **shown, "RAY_AUTH_TOKEN_PATH": str(other)},
     )
-    async with asyncio.timeout(240):
+    async with asyncio.timeout(600):
         _, errors = await process.communicate()
     assert process.returncode == 1
     last = errors.decode().strip().splitlines()[-1]

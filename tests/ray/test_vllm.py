@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.vllm,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
-    pytest.mark.timeout(900),
 ]
 MEMORY: dict[str, Any] = {"object_store_memory": 80 << 20}
 

@@ -23,7 +23,7 @@ NAME = "rollmesh.test.ScriptedService"
 OTHER = "rollmesh.test.Other"
 """A further service of it, with the same methods."""
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
-_WAIT_S = 60
+_WAIT_S = 180
 
 
 async def echo(request: bytes, context: Context) -> bytes:

@@ -16,7 +16,7 @@ from rollmesh.v1 import scorer_pb2, scorer_pb2_grpc, session_pb2
 from tests.processes import ServiceProcess, run_refused, running
 from tests.scorer.sessions import FUNCTION, REWARD, Hanging, unscored
 
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 class Scorer:

@@ -30,7 +30,7 @@ from tests.sidecar.scripted_gateway import (
 from tests.sidecar.wires import held_bytes, wired
 from tests.waiting import until
 
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 @dataclass(frozen=True)

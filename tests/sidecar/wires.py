@@ -23,7 +23,7 @@ CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer 
 CHUNKED = CHAT + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
 BODY = orjson.dumps({"messages": [{"role": "user", "content": "Hi"}]})
 MEGABYTES = 3 * 1024 * 1024
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ _SCRIPTS = Path(__file__).parent / "scripts"
 _SERVICES = ("services/engine", "services/router", "services/gateway", "services/collector")
 _FOLDERS = ("protos/gen", "services/runtime", "clients", ".", *_SERVICES)
 SOURCES = os.pathsep.join(str(ROOT / folder) for folder in _FOLDERS)
-_SCRIPT_S = 500.0
+_SCRIPT_S = 1500.0
 
 
 async def run_script(script: str, folder: Path, /, **arguments: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest_asyncio
 from tests.docs.pages import blocks
 from tests.trainers.processes import run_script
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
 SNIPPET = "docs/verl.md python 2"
 
 

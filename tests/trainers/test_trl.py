@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
 ]
 
 

@@ -21,7 +21,7 @@ _HOPELESS = 2  # the attempts of the step that ends verl
 _SESSIONS = 4 * _SAMPLES + _SUPERSEDED + 1 + _HOPELESS  # of four prompts and a validation set
 _AFTER = 2 * _SAMPLES  # of the job after its checkpoint, and of the one that resumed from that
 _TRAINED = 3 * _SAMPLES  # of four prompts. One is broken
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ async def ran(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> 
         sessions: dict[tuple[str, int], SessionResult] = {}
         superseded: list[SessionResult] = []
         async with client.subscribe("audit", unit="session") as deliveries:
-            async with asyncio.timeout(240):
+            async with asyncio.timeout(600):
                 while len(sessions) + len(superseded) < _SESSIONS + _AFTER:
                     (session,) = (await anext(deliveries)).sessions
                     if session.superseded:

@@ -50,7 +50,7 @@ class Page:
         answer = self._answers[self._last] = asyncio.get_running_loop().create_future()
         said = {"id": self._last, "method": method, "params": params}
         await self._socket.send(json.dumps(said))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             found = await answer
         assert "error" not in found, found
         return found["result"]

@@ -16,7 +16,7 @@ from tests.processes import running
 from tests.vision.environment import torchvision
 from tests.vision.models import KINDS, make_vision_model
 
-pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm]
 BOTH, LANGUAGE = ["q_proj", "down_proj"], r".*language_model.*(q_proj|down_proj)"
 
 

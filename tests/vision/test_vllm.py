@@ -33,7 +33,6 @@ from tests.waiting import until
 pytestmark = [
     pytest.mark.long,
     pytest.mark.vllm,
-    pytest.mark.timeout(900),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 CAT, DOG, OWL = (picture(140, 100), picture(64, 90, seed=1), picture(90, 64, seed=2))

@@ -10,7 +10,7 @@ from rollmesh.chat import constraint_of, make_context
 from rollmesh.chat.parsing import HARMONY, AnswerFormat, ReasoningSplitter
 from tests.chat.constraints.grammars import ALL, MARKS, REQUIRED, WRITTEN, Compiler, read
 
-pytestmark = [pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.chat.constraints.grammars import (
     tag_of,
 )
 
-pytestmark = [pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 
 def fits(name: str, arguments: str) -> bool:

@@ -87,7 +87,6 @@ def test_pieces_are_the_render_or_a_refusal(
         assert np.concatenate(parts).tolist() == ids
 
 
-@pytest.mark.timeout(900)
 def test_the_tables_in_the_docs_are_true() -> None:
     written = page.tables_of((ROOT / "docs" / "templates.md").read_text())
     assert page.made() == written

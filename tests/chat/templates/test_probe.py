@@ -77,7 +77,6 @@ def test_a_continuation_equals_transformers_render(name: str) -> None:
     assert checked >= 2
 
 
-@pytest.mark.timeout(600)
 def test_the_tables_in_the_docs_equal_the_findings_of_the_code() -> None:
     """But for the other packages, and the results of comparisons: those are long tests."""
     text = (ROOT / "docs" / "templates.md").read_text()

@@ -18,7 +18,7 @@ from rollmesh.client import (
 from tests.meshes import Mesh
 from tests.waiting import until
 
-_DEADLINE_S = 60
+_DEADLINE_S = 180
 
 
 async def acknowledged(client: Client, count: int) -> None:

@@ -13,7 +13,7 @@ from rollmesh.v1 import server_pb2, server_pb2_grpc
 from tests.engine.engines import PROMPT, Engine
 
 # The first vLLM test waits for the model to start.
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 KINDS = {
     EXPERTS: (server_pb2.CAPABILITY_ROUTED_EXPERTS, "ROUTED_EXPERTS"),
     SUPPORT: (server_pb2.CAPABILITY_SAMPLING_SUPPORT, "SAMPLING_SUPPORT"),

@@ -20,7 +20,7 @@ from tests.controls import ABORT, RESET_PREFIX_CACHE, RESUME, WAIT, WAKE_UP, abo
 from tests.engine.engines import LONG, Engine, Result, in_mid_answer
 
 # The first vLLM test waits for the model to start.
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_leaving_a_stream_aborts_the_request(engine: Engine) -> None:

@@ -19,7 +19,7 @@ from tests.controls import Control, abort, sleep
 from tests.engine.engines import ATTACHED, Engine, in_mid_answer
 
 # The first vLLM test waits for the model to start.
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.mark.parametrize(

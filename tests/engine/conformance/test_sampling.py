@@ -14,7 +14,7 @@ from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.engine.engines import ATTACHED, PROMPT, Engine
 
 # The first vLLM test waits for the model to start.
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_whole_and_streamed_answers_are_the_same(engine: Engine) -> None:

@@ -19,7 +19,7 @@ from tests.controls import ABORT, ABORT_ALL, RESUME, WAKE_UP, pause, sleep
 from tests.engine.engines import LONG, PROMPT, Engine
 
 # The first vLLM test waits for the model to start.
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 IDS = np.arange(2048, dtype=np.uint32) * 7 % 300 + 2
 """As many as the context has."""
 

@@ -23,7 +23,6 @@ from tests.processes import ServiceProcess
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(600),
 ]
 CONFIG = {
     "peft_type": "LORA",

@@ -21,7 +21,7 @@ from tests.models import load_network
 from tests.processes import running
 from tests.waiting import until
 
-pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm]
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from tests.engine.engines import LONG, Engine, Result, torch_logprobs
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(300),
 ]
 TOKENS = 24
 

@@ -25,7 +25,7 @@ from tests.processes import running
 from tests.router.routers import running_router
 from tests.waiting import until
 
-pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm]
 STEPS = (PREPARE, EXCHANGE)
 
 

@@ -14,7 +14,7 @@ from tests import models
 from tests.engine.engines import PROMPT, Engine, engine_with
 from tests.processes import running
 
-pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm]
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 128,

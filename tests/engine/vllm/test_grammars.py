@@ -19,7 +19,6 @@ from tests.waiting import until
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(300),
 ]
 
 

@@ -20,7 +20,6 @@ from tests.processes import ServiceProcess
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
 ]
 ALLOWED = list(range(20, 60))
 CASES: dict[str, dict[str, Any]] = {

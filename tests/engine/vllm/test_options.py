@@ -16,7 +16,6 @@ from tests.processes import run_refused
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch, as vLLM imports it
 ]
 

@@ -13,7 +13,7 @@ from rollmesh.v1 import engine_pb2_grpc
 from tests.engine.engines import LONG, Engine, Result
 from tests.processes import running
 
-pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm]
 GREEDY = {"temperature": 0.0}
 TOKENS = 40
 

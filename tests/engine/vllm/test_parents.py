@@ -12,7 +12,7 @@ import pytest
 
 from tests.waiting import until
 
-pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm]
 GONE_S = 240
 """An interpreter that imports vLLM ends once it has done so, seconds later on a quiet machine."""
 

@@ -11,7 +11,6 @@ from tests.waiting import until
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 

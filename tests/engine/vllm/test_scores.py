@@ -16,7 +16,6 @@ from tests.waiting import until
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(600),
 ]
 IDS = np.random.default_rng(7).integers(2, 300, 2048).astype(np.uint32)
 LANES = 4

@@ -9,7 +9,7 @@ import pytest
 from tests.processes import started
 from tests.waiting import until
 
-pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm]
 
 
 async def test_a_stop_while_the_model_loads_ends_the_engine_and_its_processes(

@@ -21,7 +21,7 @@ from tests.models import load_network
 from tests.paths import ROOT
 from tests.processes import running
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 BACKEND = "store"
 """As `tests.engine.store_transfer` names it."""
 

@@ -21,7 +21,7 @@ from rollmesh.runtime.codec import CLASSES, FIELDS, json_handles
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import engine_pb2
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.vllm
 NAMED = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2]]}
 
 

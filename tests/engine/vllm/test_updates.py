@@ -19,7 +19,6 @@ from tests.models import torch_logprobs
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(600),
 ]
 
 

@@ -57,7 +57,6 @@ async def chaos(folder: Path, seconds: int, seed: int, *flags: str) -> dict[str,
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)  # more than the run may take
 async def test_a_few_failures_of_every_kind_lose_and_double_nothing(tmp_path: Path) -> None:
     found = await chaos(tmp_path, 15, seed=5)
     assert found["kills"] > 0
@@ -69,7 +68,6 @@ async def test_a_few_failures_of_every_kind_lose_and_double_nothing(tmp_path: Pa
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 async def test_a_few_failures_lose_and_double_nothing_over_tls_with_tokens(tmp_path: Path) -> None:
     found = await chaos(tmp_path, 15, 8, "--locked")
     assert found["kills"] > 0
@@ -80,7 +78,6 @@ async def test_a_few_failures_lose_and_double_nothing_over_tls_with_tokens(tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 async def test_two_minutes_of_failures_lose_and_double_nothing(tmp_path: Path) -> None:
     found = await chaos(tmp_path, 120, seed=6)
     assert found["kills"] > 10

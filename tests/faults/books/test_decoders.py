@@ -70,7 +70,6 @@ def test_frames_are_read_as_they_were_written() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(not (GUIDED / ".ready").exists(), reason="make .venv-fast/.ready")
 def test_half_a_minute_guided_by_coverage_finds_nothing(tmp_path: Path) -> None:
     files = [tmp_path / "findings", tmp_path / "counts"]

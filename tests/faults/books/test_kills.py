@@ -77,7 +77,6 @@ async def test_after_a_kill_an_unmarked_request_gets_the_answer_that_was_not_sen
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 async def test_the_kill_matrix_loses_doubles_and_leaks_nothing(tmp_path: Path) -> None:
     found = await run_matrix(tmp_path, wanted=20, seed=7)  # `make kills` runs it whole
     assert found["kills"] >= 20

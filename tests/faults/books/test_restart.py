@@ -8,7 +8,6 @@ from benchmarks.restart.restart import run_restarts
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 async def test_steps_after_kills_equal_the_steps_of_an_undisturbed_trainer(tmp_path: Path) -> None:
     found = await run_restarts(tmp_path / "worlds", kills=4, seed=3, engine="scripted")
     assert found["steps_equal"] == found["steps_total"] > 3

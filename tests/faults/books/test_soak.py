@@ -9,7 +9,6 @@ from benchmarks.soak.soak import run_soak
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 async def test_the_books_are_in_order_after_load_hostile_requests_and_kills(tmp_path: Path) -> None:
     found = await run_soak(tmp_path, 100)
     assert found["kills"] > 3

@@ -28,7 +28,7 @@ from tests.gateway.live import LiveMesh
 from tests.messages import close_of, said
 
 TOOLS = json.dumps([{"type": "function", "function": {"name": "f"}}])
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 PASSING = {"ENGINE_LOST", "ENGINE_DEAD", "GENERATION_ABORTED", "SHUTTING_DOWN", "REMOTE"}
 PASSING |= {"NO_ENGINE", "STORE_FAILED", "STARTING"}
 MODES = gateway_pb2.ExportMode.values()[1:]
@@ -326,7 +326,6 @@ async def live(folder: Path, model: Path, seed: int, rounds: int, *, sees: bool)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @given(seed=st.integers(0, 2**32), rounds=st.integers(2, 8))
 @settings(max_examples=30)
 def test_whatever_happens_every_sampled_token_is_trained_once_or_excused(

@@ -23,7 +23,7 @@ from tests.messages import said as message
 ORPHANED = trajectory_pb2.FIDELITY_REASON_ORPHANED
 REPLAYED = trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY
 LOST = GenerationAbortedError("the engine is gone")
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 def new_session() -> tuple[Session, World]:

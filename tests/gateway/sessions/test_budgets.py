@@ -15,7 +15,7 @@ from tests.gateway.live import Cut, LiveMesh
 from tests.messages import chat_in, close_of, said
 from tests.waiting import until
 
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 BUDGET = trajectory_pb2.FIDELITY_REASON_BUDGET
 REFUSE = gateway_pb2.BUDGET_ACTION_REFUSE
 REPLY = 24  # tokens of a whole answer, with its end

@@ -20,7 +20,7 @@ from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import said
 
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 def chat_request(session_id: str, key: str = "") -> gateway_pb2.ChatRequest:

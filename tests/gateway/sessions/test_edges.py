@@ -17,7 +17,7 @@ from tests.messages import chat_in, said
 from tests.waiting import until
 
 KEY = "ai.prime.acp/semantic-edges-v1"
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 CALL = ("main", "sub", "subagent_call")
 
 

@@ -15,7 +15,7 @@ from rollmesh.v1 import gateway_admin_pb2, gateway_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import chat_in, said
 
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 async def opened(mesh: LiveMesh) -> gateway_pb2.CreateSessionResponse:

@@ -19,7 +19,7 @@ from tests.gateway.live import LiveMesh
 from tests.messages import said
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 @pytest.mark.parametrize("version", [15, 16])

@@ -13,7 +13,7 @@ from tests.gateway.live import Cut, LiveMesh
 from tests.messages import chat_in, said
 from tests.waiting import until
 
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 TOKENS = gateway_pb2.ReturnOptions(token_ids=True, logprobs=True, top_logprobs=1)
 
 

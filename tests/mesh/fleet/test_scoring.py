@@ -34,7 +34,6 @@ _Entered = TypeVar("_Entered")
 VOCABULARY = 400
 STEP = {"tokens_per_second": 4, "lease_capacity": 2}
 """A sequence takes a quarter of a second, so what happens meanwhile happens in the middle."""
-pytestmark = pytest.mark.timeout(300)
 
 
 class Fleet:

@@ -24,7 +24,6 @@ CONTEXT = 64
 SLOW: dict[str, Any] = {"tokens_per_second": 4}
 """A sequence takes a quarter of a second, so what happens meanwhile happens in the middle."""
 TEACHER = SubscribeOptions(teacher="teacher", top_k=3)
-pytestmark = pytest.mark.timeout(300)
 
 
 @dataclass

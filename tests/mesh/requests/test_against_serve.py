@@ -16,7 +16,6 @@ _CUT = "\ufffd"
 pytestmark = [
     pytest.mark.long,
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 

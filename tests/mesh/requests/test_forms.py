@@ -193,7 +193,6 @@ class TestOnTheRealModel:
     pytestmark: ClassVar[list[Any]] = [
         pytest.mark.vllm,
         pytest.mark.asyncio(loop_scope="session"),
-        pytest.mark.timeout(600),
     ]
 
     async def test_pydantic_models_are_parsed(self, vllm_mesh: Mesh) -> None:

@@ -8,7 +8,7 @@ from tests.mesh.requests.protocol_requests import CLASSES, OF_MESSAGES, OF_RESPO
 from tests.mesh.requests.serve import Servers
 from tests.paths import ROOT
 
-pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm]
 
 
 @pytest.mark.asyncio(loop_scope="session")

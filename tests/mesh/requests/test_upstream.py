@@ -14,7 +14,6 @@ from tests.meshes import Mesh
 pytestmark = [
     pytest.mark.long,
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 ASKED: Any = [{"role": "user", "content": "What is 2 + 2?"}]

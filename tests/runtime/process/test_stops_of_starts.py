@@ -11,7 +11,6 @@ import pytest
 from tests.processes import ServiceProcess, started
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(300)
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
