@@ -319,11 +319,13 @@ async def test_a_frozen_gateway_delays_no_key(mesh: Mesh) -> None:
             mesh.processes["gateway"].thaw()
 
 
-def test_it_needs_a_terminal_and_names_its_extra() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "rollmesh.cli.top"], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, "needs a terminal" in done.stderr) == (2, True)
+@pytest.mark.parametrize(
+    ("flags", "problem"), [((), "needs a terminal"), (("--every=nan",), "invalid seconds value")]
+)
+def test_it_refuses_what_it_cannot_show(flags: tuple[str, ...], problem: str) -> None:
+    command = (sys.executable, "-m", "rollmesh.cli.top", *flags)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, problem in done.stderr) == (2, True)
 
 
 def test_a_missing_package_is_named_with_its_extra(

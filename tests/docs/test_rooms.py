@@ -5,13 +5,13 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_688, 60),
+    "services/runtime/rollmesh/runtime": (9_686, 60),
     "services/runtime/rollmesh/mesh": (4_288, 13),
     "services/gateway/rollmesh/chat": (7_560, 33),
-    "services/gateway/rollmesh/gateway": (10_448, 28),
+    "services/gateway/rollmesh/gateway": (10_447, 28),
     "services/engine/rollmesh/engine": (7_561, 28),
     "services/router/rollmesh/router": (4_531, 16),
-    "services/collector/rollmesh/collector": (5_279, 13),
+    "services/collector/rollmesh/collector": (5_277, 13),
     "services/collector/rollmesh/scorer": (356, 5),
     "clients/rollmesh/sidecar": (5_590, 15),
     "clients/rollmesh/client": (6_989, 21),
@@ -19,7 +19,7 @@ CEILINGS = {
     "clients/rollmesh/batches": (1_071, 6),
     "clients/rollmesh/integrations": (4_504, 20),
     "clients/rollmesh/launch": (567, 3),
-    "clients/rollmesh/cli": (2_327, 13),
+    "clients/rollmesh/cli": (2_324, 13),
     "clients/rollmesh/view": (1_945, 7),
     "clients/rollmesh/conformance": (4_028, 35),
 }

@@ -22,16 +22,16 @@ _UNSEEN = "router: no server shows its state; give --router, and an operator's -
 def main() -> int:
     """Returns the exit code: 0, 1 if something is wrong, 2 for a bad flag."""
     parser = argparse.ArgumentParser(prog="rollmesh doctor", description=__doc__)
-    parser.add_argument("--for", dest="for_s", type=_seconds, default=60.0, help="watch so long")
-    parser.add_argument("--every", type=_seconds, default=5.0, help="time between two looks")
+    parser.add_argument("--for", dest="for_s", type=seconds, default=60.0, help="watch so long")
+    parser.add_argument("--every", type=seconds, default=5.0, help="time between two looks")
     parser.add_argument("--watch", action="store_true", help="watch until it is stopped")
     parser.add_argument("--json", action="store_true", help="a JSON object for each alarm")
     limits = AlarmLimits()
     parser.add_argument(
-        "--patience", type=_seconds, default=limits.patience_s, help="what should pass may last"
+        "--patience", type=seconds, default=limits.patience_s, help="what should pass may last"
     )
     parser.add_argument(
-        "--session-idle", type=_seconds, default=limits.session_s, help="agents may ask nothing"
+        "--session-idle", type=seconds, default=limits.session_s, help="agents may ask nothing"
     )
     parser.add_argument(
         "--metrics-port", type=int, default=-1, help="serves rollmesh_alarm to Prometheus"
@@ -47,12 +47,8 @@ def main() -> int:
     return code or int(bool(found))
 
 
-def _seconds(text: str) -> float:
-    """Reads `60`, `60s` or `5m`.
-
-    Raises:
-        ValueError: It is no time.
-    """
+def seconds(text: str) -> float:
+    """Reads `60`, `60s` or `5m`. Raises ValueError for what is no time."""
     unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:], 0)
     seconds = float(text[:-1]) * unit if unit else float(text)
     if not 0 < seconds < float("inf"):

@@ -21,6 +21,7 @@ from rich.console import ConsoleDimensions
 from rich.live import Live
 from rich.text import Text
 
+from rollmesh.cli.doctor import seconds
 from rollmesh.client import Client, MeshAddresses, Observer, message_of, states_of
 from rollmesh.runtime import (
     Alarm,
@@ -385,7 +386,7 @@ def keys_of(data: bytes) -> list[str]:
 def main() -> int:
     """Returns the exit code: 0 after `q`, 1 after an error, 2 for a bad flag or no terminal."""
     parser = argparse.ArgumentParser(prog="rollmesh top", description=__doc__)
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks")
+    parser.add_argument("--every", type=seconds, default=2.0, help="time between two looks")
     MeshAddresses.add_flags(parser)
     options = parser.parse_args()
     return identity.run_tool(parser.prog, options, os.environ, partial(_run, options))

@@ -62,6 +62,23 @@ async def test_rewards_set_twice_by_one_request_are_set_once(store: Store) -> No
     assert (await store.session("a", arrays=False)).reward == 2.0
 
 
+@pytest.mark.parametrize("first", [{"reward": 1.0}, {"turn_rewards": {2: 3.0}}])
+async def test_late_rewards_change_nothing_after_others(store: Store, first: Any) -> None:
+    await fill(store, [pending("a")])
+    assert not await store.set_rewards("a", session_pb2.SessionRewards(**first), "client", 1)
+    before = await store.session("a", arrays=False)
+    scored = session_pb2.SessionRewards(reward=0.5, turn_rewards={2: 4.0})
+    assert await store.set_rewards("a", scored, "scorer", 2, is_late=True)
+    assert await store.session("a", arrays=False) == before
+
+
+async def test_late_rewards_are_set_where_no_others_are(store: Store) -> None:
+    await fill(store, [pending("a")])
+    scored = session_pb2.SessionRewards(reward=0.5)
+    assert not await store.set_rewards("a", scored, "scorer", 2, is_late=True)
+    assert (await store.session("a", arrays=False)).reward == 0.5
+
+
 async def test_other_rewards_under_the_id_of_a_request_are_refused(store: Store) -> None:
     await fill(store, [record("a")])
     await store.set_rewards("a", session_pb2.SessionRewards(reward=1.0), "r1", 0)

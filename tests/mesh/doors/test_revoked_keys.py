@@ -140,6 +140,9 @@ async def test_an_operator_lists_shows_and_ends_sessions(mesh: Mesh) -> None:
         shown = json.loads(out)
         texts = [part["text"] for node in shown["nodes"] for part in node["messages"][0]["content"]]
         assert sorted(texts) == sorted(("plain", RULES[0][1]))
+        for wrong in ("nan", "inf", "-1"):
+            code, _, err = await run(mesh, "operator", "sessions", f"--idle-s={wrong}")
+            assert (code, "--idle-s: give seconds" in err) == (2, True)
         for role in ("trainer", "sidecar"):
             code, out, err = await run(mesh, role, "sessions", "end", asked.session_id)
             assert (code, out) == (1, "")

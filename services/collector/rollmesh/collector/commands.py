@@ -94,7 +94,7 @@ async def _inspect(collectors: CollectorDirectory, options: argparse.Namespace) 
 def _shown(session: session_pb2.SessionRecord) -> dict[str, Any]:
     """Returns a session as plain values, with its messages and without its arrays. Changes it."""
     texts = {
-        name: [json.loads(one.data) for one in found if one.data]
+        name: [json.loads(one.data or b"[]") for one in found]
         for name, found in (("messages", session.messages), ("contexts", session.contexts))
     }
     log.split(session)

@@ -504,7 +504,7 @@ def set_rewards(
 ) -> bool:
     """Sets a session's rewards and returns whether it is a repeat, which changes nothing.
 
-    Nor do rewards change anything that are late, if the session has got a reward.
+    Late rewards change nothing either, if the session has a reward or others were set.
 
     Raises:
         SessionUnknownError: There is no such session.
@@ -518,11 +518,8 @@ def set_rewards(
         raise _session_unknown(session_id)
     data = rewards.SerializeToString(deterministic=True)
     digest = hashlib.blake2b(data, digest_size=16).digest()
-    first = tx.db.row(
-        "SELECT digest FROM reward_requests WHERE session_id = ?1 AND request_id = ?2",
-        session_id,
-        request_id,
-    )
+    sql = "SELECT digest FROM reward_requests WHERE session_id = ?1 AND request_id = ?2"
+    first = tx.db.row(sql, session_id, request_id)
     if first is not None:
         if bytes(first[0]) != digest:
             raise RepeatConflictError(
@@ -532,7 +529,8 @@ def set_rewards(
         return True
     tx.db.run("INSERT INTO reward_requests VALUES (?1, ?2, ?3)", session_id, request_id, digest)
     head = log.read_head(session_id, row[0])
-    if is_late and head.HasField("reward"):
+    others = "SELECT 1 FROM reward_requests WHERE session_id = ?1 AND request_id <> ?2"
+    if is_late and (head.HasField("reward") or tx.db.row(others, session_id, request_id)):
         return True
     apply_rewards(head, rewards)
     data = head.SerializeToString()

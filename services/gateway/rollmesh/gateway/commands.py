@@ -1,7 +1,6 @@
 """Tools of operators: `rollmesh gateway sessions` and `rollmesh gateway dead-letters`.
 
-They work on the open sessions of running gateways, on their keys, and on the sessions that were set
-aside.
+They work on open sessions, their keys, and the sessions that were set aside.
 """
 
 import argparse
@@ -104,9 +103,7 @@ def run_tool(tool: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Runs a tool and returns 0, 1 if a gateway returns an error, or 2 for an invalid flag."""
     list_all, works = _TOOLS[tool]
     parser = argparse.ArgumentParser(prog=f"rollmesh gateway {tool}", epilog=_EPILOG[tool])
-    parser.add_argument(
-        "--router", default=LOCAL_ROUTER, help="host:port of the routers, which know gateways"
-    )
+    parser.add_argument("--router", default=LOCAL_ROUTER, help="host:port of the routers")
     parser.add_argument(
         "--gateway", default="", help="host:port of the only one; the router is then not asked"
     )
@@ -123,6 +120,8 @@ def run_tool(tool: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     takes_ids = options.work != "list" and not getattr(options, "all", False)
     if takes_ids != bool(options.session_ids):
         parser.error(f"{options.work}: {'give session ids' if takes_ids else 'give no session id'}")
+    if not 0 <= getattr(options, "idle_s", 0) < 1e9:
+        parser.error("--idle-s: give seconds, at least 0")
     work = partial(_run, options, partial(list_all, options), works.get(options.work))
     return identity.run_tool(parser.prog, options, environ, work)
 
