@@ -4,10 +4,11 @@
 #   deploy/certs.sh DIR [HOST...]
 #
 # DIR gets ca.crt, and ROLE.crt and ROLE.key for each role. HOST is a further name or address of the
-# services. DAYS is the validity (30). Certificates that are valid for another week are kept, and
-# others are replaced. The key of the CA is not kept: make all of them again before they expire.
+# services. DAYS is the validity (30). Certificates that have each HOST and are valid for another
+# week are kept, and others are replaced. The key of the CA is not kept: make all of them again
+# before they expire.
 set -eu
-[ $# -ge 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 dir=$1 days=${DAYS:-30}
 shift
 roles="operator trainer engine router gateway collector sidecar agent scorer"
@@ -18,16 +19,23 @@ kept=yes
 for name in ca $roles; do
   openssl x509 -in "$dir/$name.crt" -noout -checkend 604800 >/dev/null 2>&1 || kept=no
 done
-[ $kept = no ] || exit 0
 
+known=,$(openssl x509 -in "$dir/router.crt" -noout -ext subjectAltName 2>&1 | tail -n 1 | tr -d ' '),
 names="DNS:rollmesh,DNS:localhost,IP:127.0.0.1,IP:::1"
 for host in "$@"; do
   case $host in
-    *:*) names="$names,IP:$host" ;;
-    *[!0-9.]*) names="$names,DNS:$host" ;;
-    *) names="$names,IP:$host" ;;
+    *:*) kind=IP ;;
+    *[!0-9.]*) kind=DNS ;;
+    *) kind=IP ;;
   esac
+  names="$names,$kind:$host"
+  if [ $kind = DNS ]; then
+    case $known in *",DNS:$host,"*) ;; *) kept=no ;; esac
+  else
+    openssl x509 -in "$dir/router.crt" -noout -checkip "$host" 2>&1 | grep -q 'does match' || kept=no
+  fi
 done
+[ $kept = no ] || exit 0
 
 new=$(mktemp -d "$dir/.new-XXXXXX")
 trap 'rm -rf "$new"' EXIT

@@ -45,6 +45,19 @@ def test_certificates_are_replaced_in_their_last_week(tmp_path: Path) -> None:
     assert not {*short.values()} & {*contents(tmp_path / "short").values()}
 
 
+@pytest.mark.parametrize("host", ["node-1.cluster", "10.0.0.7", "fd00::7"])
+def test_a_further_host_has_all_made_again(tmp_path: Path, host: str) -> None:
+    copy_certificates(tmp_path / "certs")
+    before = contents(tmp_path / "certs")
+    command = [str(SCRIPT), str(tmp_path / "certs"), "localhost", host]
+    subprocess.run(command, check=True)
+    made = contents(tmp_path / "certs")
+    assert not {*before.values()} & {*made.values()}
+    subprocess.run(command, check=True)
+    make_certificates(tmp_path / "certs")
+    assert contents(tmp_path / "certs") == made
+
+
 @pytest.mark.parametrize("lost", ["ca.crt", "engine.crt"])
 def test_a_missing_certificate_has_all_made_again(tmp_path: Path, lost: str) -> None:
     copy_certificates(tmp_path / "certs")
