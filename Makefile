@@ -15,7 +15,7 @@ TORCH = torch==2.13.0
 # What has vLLM for GPUs, where `make test-gpu` is run.
 GPU_PYTHON ?= $(PYTHON)
 # Processes that run tests at the same time; most tests wait, so more than there are cores.
-TEST_WORKERS ?= 5
+TEST_WORKERS ?= 4
 # The long tests start many processes each: with more at a time their limits of time pass.
 LONG_WORKERS ?= 2
 # Tests start hundreds of processes: what is compiled is kept, also where the environment says not to.
