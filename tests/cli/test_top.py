@@ -322,7 +322,7 @@ async def test_a_frozen_gateway_delays_no_key(mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"), [((), "needs a terminal"), (("--every=nan",), "invalid seconds value")]
 )
-def test_it_refuses_what_it_cannot_show(flags: tuple[str, ...], problem: str) -> None:
+def test_wrong_flags_are_refused(flags: tuple[str, ...], problem: str) -> None:
     command = (sys.executable, "-m", "rollmesh.cli.top", *flags)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, problem in done.stderr) == (2, True)
