@@ -10,6 +10,7 @@ import hashlib
 import html
 import json
 import re
+from dataclasses import replace
 from functools import partial
 
 from rollmesh.chat.json_values import comparable, rounded
@@ -29,7 +30,15 @@ _FOLD = re.compile(
 
 def exact_key(group: MessageGroup, *, call_ids: bool) -> bytes:
     """Returns the digest by which equal groups are found. Ids count only with `call_ids`."""
-    return _key(group, call_ids=call_ids, lenient=False)
+    fields: list[str] = []
+    for one in group:
+        fields += (one.role, one.content, one.name, _shape(one))
+        for call in one.tool_calls:
+            fields += (call.name, *argument_value(call.arguments))
+        if call_ids:
+            fields.append(one.tool_call_id)
+            fields += [call.id for call in one.tool_calls]
+    return _digest(fields)
 
 
 def spelling_key(group: MessageGroup) -> bytes:
@@ -45,26 +54,16 @@ def spelling_key(group: MessageGroup) -> bytes:
 
 def lenient_key(group: MessageGroup, *, call_ids: bool) -> bytes:
     """Returns a digest that is also equal for an echo that lost blank text or was given a name."""
-    return _key(group, call_ids=call_ids, lenient=True)
-
-
-def _key(group: MessageGroup, *, call_ids: bool, lenient: bool) -> bytes:
-    fields: list[str] = []
-    for one in group:
-        content, name = (_even(one.content), "") if lenient else (one.content, one.name)
-        fields += (one.role, content, name, _shape(one))
-        for call in one.tool_calls:
-            fields += (call.name, *argument_value(call.arguments))
-        if call_ids:
-            fields.append(one.tool_call_id)
-            fields += [call.id for call in one.tool_calls]
-    return _digest(fields)
+    evened = [replace(one, content=_even(one.content), name="") for one in group]
+    return exact_key((*evened,), call_ids=call_ids)
 
 
 def _shape(message: Message) -> str:
     """Returns how many calls a message has, and which images are where."""
-    images = (f" {image.at} {image.sha256}" for image in message.images)
-    return str(len(message.tool_calls)) + "".join(images)
+    shape = str(len(message.tool_calls))
+    for image in message.images:
+        shape += f" {image.at} {image.sha256}"
+    return shape
 
 
 def _digest(fields: list[str]) -> bytes:

@@ -6,6 +6,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import filterfalse
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -272,47 +273,43 @@ class _Stream(TextStream):
     def feed_all(self, token_ids: Sequence[int]) -> str:
         ids = [*filterfalse(self._hidden.__contains__, token_ids)]
         # The first ids may be the complete answer: decoding them at once takes a tenth of the time.
-        if not ids:
-            return ""
-        if not self._begun:
-            self._begun, piece = True, self._restart(ids)
+        if ids and not self._begun:
+            self._begun, piece = True, self._stream.step(self._rust, ids)
             if piece is not None and _BROKEN not in piece:  # else it depends on how ids come
                 return piece
             self._stream = DecodeStream()
-        return "".join(map(self._step, ids))
-
-    def _step(self, token_id: int) -> str:
-        self._pending.append(token_id)
-        try:
-            piece = self._stream.step(self._rust, token_id)
-        except Exception:  # it would take back a character: a broken one follows it
-            piece = self._restart(self._pending)
-        if piece is not None:
-            self._pending.clear()
-        elif len(self._pending) % _MOST_HELD == 0:
-            return self._pass_on()
-        return piece or ""
+        text = ""
+        for token_id in ids:
+            self._pending.append(token_id)
+            try:
+                piece = self._stream.step(self._rust, token_id)
+            except Exception:  # it would take back a character: a broken one follows it
+                piece = self._restart()
+            if piece is not None:
+                self._pending.clear()
+                text += piece
+            elif len(self._pending) % _MOST_HELD == 0:
+                text += self._pass_on()
+        return text
 
     def _pass_on(self) -> str:
         """Returns the text of held ids that no later one changes, and holds the others."""
-        held = self._pending
+        held, decode = self._pending, partial(self._rust.decode, skip_special_tokens=False)
         for size in range(len(held) - 1, len(held) - _MOST_HELD // 4, -1):
-            text, rest = self._text(held[:size]), self._text(held[size:])
-            if rest.endswith(_BROKEN) and text + rest == self._text(held):
+            text, rest = str(decode(held[:size])), str(decode(held[size:]))
+            if rest.endswith(_BROKEN) and text + rest == decode(held):
                 self._pending = held[size:]
-                self._restart(self._pending)
+                self._restart()
                 return text
         return ""
 
-    def _restart(self, token_ids: list[int]) -> str | None:
+    def _restart(self) -> str | None:
+        """Begins anew with the held ids. Returns their text, if it is certain."""
         self._stream = DecodeStream()
-        return self._stream.step(self._rust, token_ids)
-
-    def _text(self, token_ids: list[int]) -> str:
-        return str(self._rust.decode(token_ids, skip_special_tokens=False))
+        return self._stream.step(self._rust, self._pending)
 
     def finish(self) -> str:
-        return self._text(self._pending)
+        return str(self._rust.decode(self._pending, skip_special_tokens=False))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -110,6 +110,8 @@ class Answer:
         self._open_call = ""  # what ended the reasoning where the answer ended in it
         self._called: list[ParserEvent] = []  # the events of that
         self._left_out = False  # a call whose ids are part of the answer
+        self.stop = ""
+        """The stop string that ended it. Empty if none did."""
         self.stopped_at: int | None = None
         """Number of ids up to the one that completed a stop string, or up to a second call where
         one is allowed. None while there is neither."""
@@ -121,11 +123,6 @@ class Answer:
         A second call may show where the first ended only after that.
         """
         return 0 if self._one_call and self.stopped_at is None else self.stopped_at
-
-    @property
-    def stop(self) -> str:
-        """The stop string that ended it. Empty if none did."""
-        return "" if self._cut or self._stops is None else self._stops.found
 
     @property
     def malformed(self) -> bool:
@@ -142,9 +139,13 @@ class Answer:
             if self.stopped_at is not None:
                 break
             self._fed += 1
-            text, stopped = self._certain(self._decoder.feed(token_id))
-            if stopped:
-                self.stopped_at = self._fed
+            text = self._decoder.feed(token_id)
+            if text and self._one_call:
+                self._decoded.append((self._fed, len(text)))
+            if self._stops is not None:
+                text, stopped = self._stops.feed(text)
+                if stopped:
+                    self.stopped_at, self.stop = self._fed, self._stops.found
             if self._one_call:
                 events += self._by_id(text)
             else:
@@ -161,9 +162,12 @@ class Answer:
         """Ends the ids. Returns the rest of the answer."""
         events: list[ParserEvent] = []
         if self.stopped_at is None:
-            text, stopped = self._certain(self._decoder.finish())
-            if self._stops is not None and not stopped:
-                text += self._stops.finish()
+            text = self._decoder.finish()
+            if text and self._one_call:
+                self._decoded.append((self._fed, len(text)))
+            if self._stops is not None:
+                text = self._stops.feed(text)[0] + self._stops.finish()
+                self.stop = self._stops.found
             events += self._by_id(text) if self._one_call else self._split(text)
         if self._reasoning is None:
             return events
@@ -203,12 +207,6 @@ class Answer:
             reasoning=reasoning or self._parser.reasoning,
         )
 
-    def _certain(self, text: str) -> tuple[str, bool]:
-        """Takes the text of the last id. Returns the certain text, and whether a stop ended it."""
-        if text and self._one_call:
-            self._decoded.append((self._fed, len(text)))
-        return (text, False) if self._stops is None else self._stops.feed(text)
-
     def _by_id(self, text: str) -> list[ParserEvent]:
         """Splits certain text as its ids brought it, to know which of them begins a second call."""
         events: list[ParserEvent] = []
@@ -235,7 +233,7 @@ class Answer:
             if events or (whole and self._parser is not None and self._parser.idle):
                 self._passed = fed
             return events
-        self._cut = True
+        self._cut, self.stop = True, ""
         self._left_out = both  # one id completed both
         self.stopped_at = fed if both else self._passed
         return events[:second]

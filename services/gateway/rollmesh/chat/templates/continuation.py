@@ -302,8 +302,9 @@ class Continuation:
         Raises:
             PlacementError: The ids do not hold exactly the runs of these images.
         """
-        rule, images = self._image_rule, images_of([group])
-        return () if rule is None or not images else tuple(locate(ids, images, rule))
+        if self._image_rule is None or not (images := images_of([group])):
+            return ()
+        return tuple(locate(ids, images, self._image_rule))
 
     def after(self, node: HeldGroup, ids: TokenIds) -> TokenIds:
         """Returns ids that follow a node, adapted to the node's own ids.

@@ -27,7 +27,6 @@ from rollmesh.chat.messages import (
     RenderContext,
     RoleName,
     ToolCall,
-    images_of,
 )
 from rollmesh.chat.rendering import (
     AdaptedTemplate,
@@ -464,11 +463,12 @@ class Cutter:
         for at in range(start, len(groups)):
             if why := self.refusal(groups, at, context):
                 raise TemplateRenderError(f"{groups[at][0].role} after {place(groups, at)}: {why}")
+            for message in groups[at]:
+                if message.images and message.role not in self.image_roles:
+                    raise TemplateRenderError(
+                        f"the model takes no images in {message.role} messages; leave them out"
+                    )
             message = groups[at][0]
-            if message.role not in self.image_roles and images_of(groups[at : at + 1]):
-                raise TemplateRenderError(
-                    f"the model takes no images in {message.role} messages; leave them out"
-                )
             if self.boundaries.says_after_results and message.tool_calls and message.content:
                 raise TemplateRenderError(
                     "content: the model's chat template prints the text of a message with tool "
