@@ -71,13 +71,6 @@ class Prompt:
     images: Sequence[Placeholder] = ()
     """Where the images are in the prompt, in order."""
 
-    def ids(self) -> TokenIds:
-        """Returns the complete prompt, uint32 [N]."""
-        parts: list[TokenIds] = [*map(_ids_of, self.match.node.path())]
-        for _, ids, _ in self.new_groups:
-            parts.append(ids)
-        return np.concatenate([*parts, self.generation_prompt])
-
 
 def build_prompt(
     continuation: Continuation,
@@ -266,12 +259,16 @@ def _prepare(
     inside = bool(opening) and deps.continuation.opens_reasoning(groups, context, opening)
     try:
         found = constraint_of(settings.wanted, deps.answer_format, context, inside_reasoning=inside)
-        prompt.bad_sequences = bad_sequences(settings.sampling.bad_words, deps.tokenizer)
+        if words := settings.sampling.bad_words:
+            prompt.bad_sequences = bad_sequences(words, deps.tokenizer)
     except InvalidInputError as error:
         raise InvalidFieldError(error.field, error.problem) from error
     prompt.inside_reasoning = inside
     prompt.constraint = None if found is None else engine_pb2.Constraint(**found._asdict())
-    ids = prompt.ids()
+    parts: list[TokenIds] = [*map(_ids_of, prompt.match.node.path())]
+    for _, added, _ in prompt.new_groups:
+        parts.append(added)
+    ids = np.concatenate([*parts, prompt.generation_prompt])
     prompt.packed, prompt.length = pack_ids(ids), len(ids)
     prompt.crc32 = zlib.crc32(prompt.packed)
     if request.conversation.images:
