@@ -7,8 +7,8 @@ from tests.paths import ROOT
 CEILINGS = {
     "services/runtime/rollmesh/runtime": (9_686, 60),
     "services/runtime/rollmesh/mesh": (4_288, 13),
-    "services/gateway/rollmesh/chat": (7_560, 33),
-    "services/gateway/rollmesh/gateway": (10_447, 28),
+    "services/gateway/rollmesh/chat": (7_555, 33),
+    "services/gateway/rollmesh/gateway": (10_444, 28),
     "services/engine/rollmesh/engine": (7_561, 28),
     "services/router/rollmesh/router": (4_531, 16),
     "services/collector/rollmesh/collector": (5_277, 13),
