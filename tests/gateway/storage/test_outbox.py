@@ -60,6 +60,8 @@ class Collector(collector_pb2_grpc.CollectorServiceServicer):
         """Number of such calls."""
         self.taken: list[list[str]] = []
         self.records: dict[str, session_pb2.SessionRecord] = {}
+        self.limits_s: list[float] = []
+        """Time that each call has left."""
         self.came = asyncio.Condition()
 
     async def Ingest(self, request: pb.IngestRequest, context: Any) -> pb.IngestResponse:
@@ -69,6 +71,7 @@ class Collector(collector_pb2_grpc.CollectorServiceServicer):
             self.hung += 1
             await asyncio.Event().wait()
         async with self.came:
+            self.limits_s.append(context.time_remaining())
             self.taken.append(ids)
             self.records |= {session.session_id: session for session in request.sessions}
             self.came.notify_all()
@@ -148,6 +151,16 @@ async def test_large_sessions_share_a_call_up_to_a_size(opened: Opened) -> None:
     async with delivering(opened, list("abcde"), size=1_500_000) as (collector, _, _):
         await collector.has(set("abcde"))
         assert sorted(collector.taken) == [["a", "b"], ["c", "d"], ["e"]]
+
+
+async def test_a_session_has_the_time_that_a_slow_link_takes_for_it(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox_module, "_SLOWEST_LINK", 1)
+    async with delivering(opened, ["a"]) as (collector, _, _):
+        await collector.has({"a"})
+    (limit_s,) = collector.limits_s
+    assert limit_s > collector.records["a"].ByteSize()
 
 
 async def test_no_more_is_read_the_more_was_delivered(

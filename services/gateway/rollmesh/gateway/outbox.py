@@ -378,7 +378,7 @@ _CALLS = 2
 """Concurrent calls: the next one is read and sent while the collector writes the previous one."""
 _CALL_SESSIONS, _CALL_BYTES = 64, 4 * 1024 * 1024
 _INGEST = "/rollmesh.v1.CollectorService/Ingest"
-_INGEST_TIMEOUT_S = 30.0
+_INGEST_TIMEOUT_S, _SLOWEST_LINK = 30.0, 1_000_000  # the latter in bytes per second
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
 _JOURNAL_RETRY_S = 0.5
 _WRITE_S = 2.0
@@ -746,9 +746,9 @@ class Outbox:
                 request_serializer=bytes,
                 response_deserializer=collector_pb2.IngestResponse.FromString,
             )
-            is_fixed = self._collectors.is_fixed
+            limit_s = _INGEST_TIMEOUT_S + len(request) / _SLOWEST_LINK
             with typed_errors():
-                await method(request, timeout=_INGEST_TIMEOUT_S, wait_for_ready=is_fixed)
+                await method(request, timeout=limit_s, wait_for_ready=self._collectors.is_fixed)
 
         try:  # a repeat is harmless
             await self._collectors.call(ingest)
