@@ -11,7 +11,7 @@ CEILINGS = {
     "services/gateway/rollmesh/gateway": (10_444, 28),
     "services/engine/rollmesh/engine": (7_561, 28),
     "services/router/rollmesh/router": (4_531, 16),
-    "services/collector/rollmesh/collector": (5_277, 13),
+    "services/collector/rollmesh/collector": (5_276, 13),
     "services/collector/rollmesh/scorer": (356, 5),
     "clients/rollmesh/sidecar": (5_590, 15),
     "clients/rollmesh/client": (6_989, 21),

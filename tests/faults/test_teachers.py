@@ -93,6 +93,25 @@ async def test_the_scores_of_a_teacher_that_is_killed_are_whole_and_stored_once(
         assert len(scores.top_logprobs_f32le) == 4 * TOP_K * len(ids)
 
 
+async def test_a_trajectory_that_takes_longer_gets_more_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollmesh.collector.scoring._TIMEOUT_S", 0.1)
+    async with fleet_in(tmp_path) as fleet, sqlite_store(tmp_path / "store") as store:
+        await fleet.engine("p1")
+        await fleet.engine("t1", model="teacher", tokens_per_second=1)
+        session = record("s")
+        session.model = "policy"
+        await ingest(store, session, 0)
+        teacher = pb.Teacher(model="teacher", top_k=2)
+        reader = await Reader.open(store, teacher=teacher)
+        (unit,) = await reader.fetch()
+        engines = ScoringEngines(fleet.router.address)
+        async with aclosing(engines), asyncio.timeout(180):
+            await Teachers(store, engines).score(reader.settings, unit, lambda: True)
+        assert await store.unscored(reader.settings, unit, "s") == []
+
+
 @pytest.mark.long
 async def test_of_two_teachers_one_is_drained_and_one_gets_weights_while_they_score(
     tmp_path: Path,

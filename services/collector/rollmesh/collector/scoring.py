@@ -181,7 +181,7 @@ _AT_ONCE = 8
 """Sessions that a teacher scores for this process at the same time."""
 _OF_SEQUENCE = ("token_ids_u32le", "start")
 """The fields of a refusal that another try would not change."""
-_TIMEOUT_S = 60.0
+_TIMEOUT_S, _LONGEST_S = 60.0, 3_600.0  # for a trajectory: doubled until that suffices
 
 
 class Teachers:
@@ -222,18 +222,20 @@ class Teachers:
         key = (consumer.teacher.SerializeToString().hex(), session_id)
         lock = self._locks.setdefault(key, asyncio.Lock())
         place = self._places.setdefault(key[0], asyncio.Semaphore(_AT_ONCE))
-        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+        backoff, limit_s = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S), _TIMEOUT_S
         while wanted():
             try:
                 async with lock, place:
                     for one in await self._store.unscored(consumer, unit, session_id):
-                        scores = await self._scores(consumer.teacher, one)
+                        scores = await self._scores(consumer.teacher, one, limit_s)
                         await self._store.add_scores(consumer.teacher, one.key, scores)
                         metrics.TEACHER_SCORES.labels("scored" if scores else "refused").inc()
             except RollmeshError as error:
                 if (refusal := _refusal(error)) is not None:
                     raise refusal from error
-                # No engine now, an unknown model, or the store.
+                # No engine now, an unknown model, the store, or a trajectory that takes longer.
+                if error.code == "DEADLINE_EXCEEDED":
+                    limit_s = min(2 * limit_s, _LONGEST_S)
                 metrics.TEACHER_SCORES.labels("failed").inc()
                 what = {"teacher": consumer.teacher.model, "session_id": session_id}
                 said = fields(**what, reason=error.reason, error=str(error))
@@ -242,7 +244,7 @@ class Teachers:
             else:
                 return
 
-    async def _scores(self, teacher: pb.Teacher, one: Unscored) -> bytes:
+    async def _scores(self, teacher: pb.Teacher, one: Unscored, limit_s: float) -> bytes:
         """Returns the scores of a trajectory as they are stored. Empty bytes are a refusal."""
         start = max(one.start, 1)
         request = engine_pb2.ScoreTokensRequest(
@@ -250,25 +252,22 @@ class Teachers:
         )
         try:
             found, _ = await self._engines.score(
-                request, _TIMEOUT_S, model=teacher.model, same_vocabulary_as=one.model
+                request, limit_s, model=teacher.model, same_vocabulary_as=one.model
             )
         except InvalidFieldError as error:
             if error.field not in _OF_SEQUENCE:
                 raise
-            _log.warning(
-                "trajectory refused by its teacher",
-                extra=fields(teacher=teacher.model, session_id=one.key[0], error=str(error)),
-            )
+            said = fields(teacher=teacher.model, session_id=one.key[0], error=str(error))
+            _log.warning("trajectory refused by its teacher", extra=said)
             return b""
-        scores = trajectory_pb2.TeacherScores(
+        return trajectory_pb2.TeacherScores(
             model=teacher.model,
             policy_version=found.policy_version,
             start=start,
             logprobs_f32le=found.logprobs_f32le,
             top_ids_u32le=found.top_ids_u32le,
             top_logprobs_f32le=found.top_logprobs_f32le,
-        )
-        return scores.SerializeToString()
+        ).SerializeToString()
 
 
 def _refusal(error: RollmeshError) -> InvalidFieldError | None:
