@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.mesh import continued, why_not_continued
+from rollmesh.mesh import Generation, Sampled, why_not_continued
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.engine.engines import LONG, Engine, Result, torch_logprobs
 
@@ -24,7 +24,8 @@ def request(engine: Engine, **sampling: Any) -> engine_pb2.GenerateRequest:
 
 async def rest(engine: Engine, whole: engine_pb2.GenerateRequest, ids: list[int]) -> Result:
     """What is sampled after `ids`, which an engine sampled before it was lost."""
-    asked = continued(whole, np.array(ids, np.uint32), uuid.uuid4().hex)
+    before = Sampled(np.array(ids, np.uint32), np.zeros(len(ids), np.float32))
+    asked = Generation(whole, runs=[before], taken=len(ids)).begin("", uuid.uuid4().hex)
     return await engine.generate(
         engine_pb2.StreamedGenerate(generate=asked, max_chunk_tokens=8, collect_ms=1)
     )

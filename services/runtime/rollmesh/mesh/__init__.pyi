@@ -29,11 +29,9 @@ from rollmesh.mesh.generation import (
     Generation as Generation,
     Sampled as Sampled,
     Tops as Tops,
-    continued as continued,
     ended as ended,
     joined as joined,
     newest_version as newest_version,
-    prompt_crc32 as prompt_crc32,
     why_not_continued as why_not_continued,
 )
 from rollmesh.mesh.images import (

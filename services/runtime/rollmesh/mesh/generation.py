@@ -313,40 +313,6 @@ def why_not_continued(request: engine_pb2.GenerateRequest) -> str:
     return ""
 
 
-def continued(
-    request: engine_pb2.GenerateRequest,
-    sampled: TokenIds,
-    request_id: str,
-    into: engine_pb2.GenerateRequest | None = None,
-) -> engine_pb2.GenerateRequest:
-    """Returns the request for the rest of a generation.
-
-    Args:
-        request: The request of the complete generation.
-        sampled: The ids sampled so far, uint32 [S]. Fewer than `max_tokens`.
-        request_id: Id of the new generation.
-        into: The message to fill: part of a larger message, because a prompt is long and
-            adding a message copies it. None makes a new one.
-    """
-    rest = engine_pb2.GenerateRequest() if into is None else into
-    rest.CopyFrom(request)
-    rest.request_id = request_id
-    if not len(sampled):
-        return rest
-    rest.token_ids_u32le += pack_ids(sampled)
-    rest.sampled_tokens += len(sampled)
-    if request.sampling.HasField("max_tokens"):
-        rest.sampling.max_tokens -= len(sampled)
-    if request.sampling.HasField("min_tokens"):
-        rest.sampling.min_tokens = max(rest.sampling.min_tokens - len(sampled), 0)
-    return rest
-
-
-def prompt_crc32(request: engine_pb2.GenerateRequest) -> int:
-    """Returns the CRC-32 that the engine must report for the prompt of a request."""
-    return zlib.crc32(request.token_ids_u32le)
-
-
 def ended(
     request: engine_pb2.GenerateRequest, sampled: TokenIds
 ) -> sampling_pb2.FinishReason.ValueType | None:
@@ -455,14 +421,25 @@ class Generation:
             engine_id: The engine.
             request_id: Id of the generation there.
             offered: The versions that the router offers now.
-            into: As of `continued`.
+            into: The message to fill: part of a larger message, because a prompt is long and
+                adding a message copies it. None makes a new one.
             numerics: The numerics of the engine, if they are known.
         """
-        sampled = self.token_ids()
-        rest = continued(self.request, sampled, request_id, into)
-        self._prompt_tokens = len(rest.token_ids_u32le) // _BYTES - len(sampled)
+        rest = engine_pb2.GenerateRequest() if into is None else into
+        rest.CopyFrom(self.request)
+        rest.request_id = request_id
         if self.prompt_crc32 is None:
-            self.prompt_crc32 = prompt_crc32(self.request)
+            self.prompt_crc32 = zlib.crc32(rest.token_ids_u32le)
+        self._prompt_tokens, crc32 = len(rest.token_ids_u32le) // _BYTES, self.prompt_crc32
+        if self.taken:
+            packed = pack_ids(self.token_ids())
+            crc32 = zlib.crc32(packed, crc32)
+            rest.token_ids_u32le += packed
+            rest.sampled_tokens += self.taken
+            if rest.sampling.HasField("max_tokens"):
+                rest.sampling.max_tokens -= self.taken
+            if rest.sampling.HasField("min_tokens"):
+                rest.sampling.min_tokens = max(rest.sampling.min_tokens - self.taken, 0)
         if rest.columns:  # rows of tokens that did not arrive go, missing experts are asked for
             held, end = self.columns, self._prompt_tokens + self.taken
             experts = [*rows_between([one for one in held if one.kind == EXPERTS], 0, end - 1)]
@@ -473,8 +450,8 @@ class Generation:
         self._former = self.spans
         self._check = AnswerCheck(
             offered,
-            prompt_tokens=self._prompt_tokens + len(sampled),
-            prompt_crc32=zlib.crc32(pack_ids(sampled), self.prompt_crc32),
+            prompt_tokens=self._prompt_tokens + self.taken,
+            prompt_crc32=crc32,
             max_tokens=rest.sampling.max_tokens or _ANY,
             top_logprobs=rest.top_logprobs,
             vocabulary_tokens=self.vocabulary_tokens,

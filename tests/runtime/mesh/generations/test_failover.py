@@ -1,6 +1,7 @@
 """One generation on engines that do what a test says."""
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
@@ -15,7 +16,6 @@ from rollmesh.mesh import (
     OfferedVersions,
     Order,
     SentImages,
-    prompt_crc32,
 )
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
@@ -118,7 +118,7 @@ class Fleet:
                 if name and sent.HasField("policy_version"):
                     sent.policy_version, sent.adapter = version, name
                 if sent.HasField("finish"):
-                    sent.finish.prompt_crc32 = prompt_crc32(given)
+                    sent.finish.prompt_crc32 = zlib.crc32(given.token_ids_u32le)
                     if tokens:
                         spans = sent.finish.version_spans
                         spans.add(policy_version=version, end=tokens, adapter=name)
