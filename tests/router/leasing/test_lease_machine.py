@@ -45,7 +45,11 @@ class Plain:
 
     @property
     def candidates(self) -> list[Engine]:
-        free = [engine for engine in self.fitting if engine.has_slot]
+        free = [
+            engine
+            for engine in self.fitting
+            if engine.circuit.admits and len(engine.held) + engine.elsewhere < engine.capacity
+        ]
         return [engine for engine in free if not engine.paused] or free
 
     @property

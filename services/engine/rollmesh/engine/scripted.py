@@ -134,12 +134,7 @@ def _ranked(ids: TokenIds, count: int, vocabulary: int) -> tuple[Logprobs, Token
     logprobs = -(ids % 97).astype(np.float32) / np.float32(50)
     ranks = np.arange(count, dtype=np.uint32)
     top_ids = (ids[:, None] + ranks) % np.uint32(vocabulary)
-    return logprobs, top_ids, _below(logprobs, ranks)
-
-
-def _below(logprobs: Logprobs, ranks: NDArray[np.integer[Any]]) -> Logprobs:
-    """Returns the log-probabilities of ids [N, K] by their ranks below the ids at the positions."""
-    return (logprobs[:, None] - ranks / 2).astype(np.float32)
+    return logprobs, top_ids, (logprobs[:, None] - ranks / 2).astype(np.float32)
 
 
 def _model_ids(config: EngineConfig) -> tuple[int, int]:
@@ -288,7 +283,8 @@ class ScriptedBackend:
         logprobs, top_ids, top_logprobs = _ranked(ids, request.top_k, self._vocabulary)
         if given is not None:
             ranks = (given.astype(np.int64) - ids[:, None]) % self._vocabulary
-            top_logprobs = np.where(given == NO_ID, -np.inf, _below(logprobs, ranks))
+            below = (logprobs[:, None] - ranks / 2).astype(np.float32)
+            top_logprobs = np.where(given == NO_ID, -np.inf, below)
         return Scores(logprobs, top_ids, top_logprobs, state.spans[-1].policy_version)
 
     @asynccontextmanager

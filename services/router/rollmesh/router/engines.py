@@ -230,11 +230,6 @@ class Engine:
         return len(self.held)
 
     @property
-    def has_slot(self) -> bool:
-        """Whether it can take one more lease."""
-        return len(self.held) + self.elsewhere < self.capacity and self.circuit.admits
-
-    @property
     def rank(self) -> tuple[int, ...]:
         """Rank for a pick, unique: paused ones last, then by sessions, leases and last pick."""
         busy = len(self.held) + self.elsewhere
@@ -337,10 +332,11 @@ class Pool:
 
     def has_slot(self, engine: Engine) -> bool:
         """Returns whether an engine can take one more lease, within the share of the adapter."""
+        if len(engine.held) + engine.elsewhere >= engine.capacity or not engine.circuit.admits:
+            return False
         if self.adapter is None or self.share == 1:
-            return engine.has_slot
-        most = max(int(self.share * engine.capacity), 1)
-        return engine.has_slot and engine.turns[self.adapter[0]] < most
+            return True
+        return engine.turns[self.adapter[0]] < max(int(self.share * engine.capacity), 1)
 
     def delay_ms(self, waiting: int, now_ms: int) -> int:
         """Estimates how long one more request would wait, milliseconds.
