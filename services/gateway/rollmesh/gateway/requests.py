@@ -204,11 +204,11 @@ def read_choices(
     fields.ClearField("model_request_id")
     adapter = spec.policy(request.model)
     data = fields.SerializeToString(deterministic=True)
-    settings = _settings.get(
-        (data, spec.sampling, spec.sampling_policy, samples),
-        2 * len(data),
-        lambda: _read_settings(fields, spec, may_refuse=samples),
-    )
+    read_from = data, spec.sampling, spec.sampling_policy, samples
+    settings = _settings.find(read_from)
+    if settings is None:
+        settings = _read_settings(fields, spec, may_refuse=samples)
+        _settings.add(read_from, settings, 2 * len(data))
     key, policy, choices = request.idempotency_key, request.disconnect_policy, []
     finishes = policy == gateway_pb2.DISCONNECT_POLICY_FINISH or (
         policy == gateway_pb2.DISCONNECT_POLICY_UNSPECIFIED and spec.finish_on_disconnect

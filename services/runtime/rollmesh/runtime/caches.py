@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -22,21 +22,6 @@ class ByteCache(Generic[_Key, _Value]):
         self._lock = threading.Lock()
         self.held_bytes = 0
         """Size of all entries."""
-
-    def get(self, key: _Key, size: int, make: Callable[[], _Value]) -> _Value:
-        """Returns the value of a key, and makes it if it is not cached.
-
-        Args:
-            key: Names the value.
-            size: Approximate size of the entry, bytes.
-            make: Returns the value. Its exceptions propagate, and nothing is cached.
-        """
-        found = self.find(key)
-        if found is not None:
-            return found
-        value = make()  # without the lock: two threads may make the same value
-        self.add(key, value, size)
-        return value
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries

@@ -144,10 +144,11 @@ def _moved(images: Sequence[Image], before: str, after: str) -> Iterator[Image]:
 
 
 def _texts(message: Message) -> list[str]:
+    """Returns the texts of a message that are not empty."""
     texts = [message.content, message.reasoning, message.name, message.tool_call_id]
     for call in message.tool_calls:
         texts += (call.id, call.name, *_strings_of(call.arguments))
-    return texts
+    return [*filter(None, texts)]
 
 
 def _strings_of(source: str) -> list[str]:
