@@ -441,7 +441,8 @@ class TurnEndpoint:
         with tracing.span(f"POST {self._route}", "server", known, of_agent=agent) as span:
             try:
                 head = read_head(scope)
-                tracing.tell({genai.SESSION_ID: head.session_id})
+                if span is not None:
+                    span.set({genai.SESSION_ID: head.session_id})
                 turn = await self._read(exchange, head)
                 chat = turn.chat
                 chat.session_id, chat.session_key = head.session_id, head.session_key
