@@ -5,15 +5,15 @@ import pytest
 from tests.paths import ROOT
 
 CEILINGS = {
-    "services/runtime/rollmesh/runtime": (9_686, 60),
-    "services/runtime/rollmesh/mesh": (4_288, 13),
-    "services/gateway/rollmesh/chat": (7_555, 33),
+    "services/runtime/rollmesh/runtime": (9_671, 60),
+    "services/runtime/rollmesh/mesh": (4_265, 13),
+    "services/gateway/rollmesh/chat": (7_556, 33),
     "services/gateway/rollmesh/gateway": (10_444, 28),
-    "services/engine/rollmesh/engine": (7_561, 28),
-    "services/router/rollmesh/router": (4_531, 16),
+    "services/engine/rollmesh/engine": (7_557, 28),
+    "services/router/rollmesh/router": (4_527, 16),
     "services/collector/rollmesh/collector": (5_276, 13),
     "services/collector/rollmesh/scorer": (356, 5),
-    "clients/rollmesh/sidecar": (5_590, 15),
+    "clients/rollmesh/sidecar": (5_591, 15),
     "clients/rollmesh/client": (6_989, 21),
     "clients/rollmesh/record": (3_535, 14),
     "clients/rollmesh/batches": (1_071, 6),
