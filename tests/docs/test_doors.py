@@ -56,7 +56,7 @@ QUALIFIED = [
     "gateway.export",
     "gateway.journal",
     "gateway.outbox",
-    "record.images",
+    "record.beside",
     "runtime.access.identity",
     "runtime.access.tls",
     "runtime.clock",

@@ -1,6 +1,5 @@
 """The door of `rollmesh.record`: its names for other rooms and tests."""
 
-from rollmesh.record.aside import name_of as name_of
 from rollmesh.record.atif import (
     Decode as Decode,
     documents_of as documents_of,
@@ -9,6 +8,7 @@ from rollmesh.record.atif import (
     leaves_as_result as leaves_as_result,
     write_documents as write_documents,
 )
+from rollmesh.record.beside import name_of as name_of
 from rollmesh.record.evals import write_log as write_log
 from rollmesh.record.files import (
     PARTS as PARTS,

@@ -18,7 +18,7 @@ from pathlib import Path
 from prometheus_client import Counter
 
 from rollmesh.client import Client, Delivery, MeshAddresses, SubscribeOptions, Subscription
-from rollmesh.record import aside
+from rollmesh.record import beside
 from rollmesh.record.files import COMMITS, PARTS, Writer
 from rollmesh.runtime import clock, first_of, owner_only
 from rollmesh.runtime.access import identity
@@ -190,7 +190,7 @@ async def _keep(
     await faults.reach("archive-before-aside")
     refused = dict(writer.refused)
     for id_ in await asyncio.to_thread(writer.set_aside):
-        path = writer.folder / aside.FOLDER / aside.name_of(id_)
+        path = writer.folder / beside.FOLDER / beside.name_of(id_)
         said = fields(session_id=id_, reason=refused[id_].reason, file=str(path))
         _log.error("set aside a session; update rollmesh, replay the consumer", extra=said)
     await faults.reach("archive-after-write")

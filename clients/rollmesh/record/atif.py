@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from urllib.parse import quote
 
 from rollmesh.client import SessionResult, Trajectory, reason_names
-from rollmesh.record import images
+from rollmesh.record import beside
 from rollmesh.record.tables import leaves_of, moment, spans_in
 from rollmesh.runtime.codec import Conversation, arguments_of, name_of
 from rollmesh.v1 import chat_pb2, sampling_pb2, session_pb2, trajectory_pb2
@@ -88,7 +88,7 @@ def write_documents(record: session_pb2.SessionRecord, to: Path, decode: Decode 
     documents = documents_of(leaves_as_result(record), decode)
     if documents:
         to.mkdir(parents=True, exist_ok=True)
-        images.write(record.images, to / _IMAGES)
+        beside.write_images(record.images, to / _IMAGES)
     for document in documents:
         path = to / file_of(document["trajectory_id"])
         part = path.with_name(path.name + ".part")
@@ -287,7 +287,7 @@ def _part(part: Mapping[str, Any], known: Mapping[str, session_pb2.SessionImage]
     image = known.get(url.removeprefix(_SHA256))
     if image is None:
         return {"type": "text", "text": json.dumps(part, ensure_ascii=False)}
-    path = f"{_IMAGES}/{images.name_of(image.sha256, image.media_type)}"
+    path = f"{_IMAGES}/{beside.image_name(image.sha256, image.media_type)}"
     return {"type": "image", "source": {"media_type": image.media_type, "path": path}}
 
 

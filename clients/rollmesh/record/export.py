@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rollmesh.client import MeshAddresses
 from rollmesh.mesh import CollectorDirectory
-from rollmesh.record import aside
+from rollmesh.record import beside
 from rollmesh.record.atif import write_documents
 from rollmesh.record.evals import write_log
 from rollmesh.record.otel import send_spans, write_spans
@@ -151,7 +151,7 @@ async def _write_record(sessions: AsyncGenerator[Stored], to: Path) -> list[str]
         files += len(writer.commit())
     refused = writer.left_out
     print(f"{count - refused} sessions, {files} files: {to}")
-    why = to / aside.FOLDER / aside.REASONS
+    why = to / beside.FOLDER / beside.REASONS
     return [f"{refused} sessions cannot be written; {why} says why"] if refused else []
 
 

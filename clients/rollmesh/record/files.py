@@ -21,7 +21,7 @@ from typing import Any, Self, TypeAlias
 import pyarrow as arrow
 from pyarrow import compute, parquet
 
-from rollmesh.record import aside, images, late
+from rollmesh.record import beside, late
 from rollmesh.record.schema import OF_SPANS, VERSION, VERSION_KEY, conform, schema_of
 from rollmesh.record.tables import (
     Stored,
@@ -83,7 +83,7 @@ class Writer:
         self._images: dict[str, session_pb2.SessionImage] = {}
         self._records: dict[str, session_pb2.SessionRecord] = {}
         self._late: dict[tuple[str, str], late.Last] = {}
-        self.refused: dict[str, aside.Refused] = {}
+        self.refused: dict[str, beside.Refused] = {}
         """Sessions of the batch that the record cannot hold, by id."""
         self.left_out = 0  # such sessions of all finished batches
         self._name = self._place = ""
@@ -133,7 +133,7 @@ class Writer:
             tables = tables_of(record)
         except _UNWRITABLE as error:
             reason = f"{type(error).__name__}: {error}"
-            self.refused[record.session_id] = aside.Refused(reason, record.SerializeToString())
+            self.refused[record.session_id] = beside.Refused(reason, record.SerializeToString())
             return
         self._records[record.session_id] = record
         if known is None:
@@ -213,7 +213,7 @@ class Writer:
             InvalidFieldError: Too many sessions. Nothing was written.
             OSError: One cannot be written.
         """
-        return aside.keep(self.refused, self.folder, self.sessions)
+        return beside.set_aside(self.refused, self.folder, self.sessions)
 
     def write(self) -> None:
         """Writes the files of the batch beside the record, and the images into it. Durable.
@@ -240,7 +240,7 @@ class Writer:
                 except _UNWRITABLE as error:
                     if (record := self._records.pop(id_, None)) is not None:
                         reason = f"{type(error).__name__}: {error}"
-                        self.refused[id_] = aside.Refused(reason, record.SerializeToString())
+                        self.refused[id_] = beside.Refused(reason, record.SerializeToString())
         for (table, day), rows in list(self._rows.items()):
             if table not in late.LATE_TABLES:
                 rows[:] = [row for row in rows if row["session_id"] not in self.refused]
@@ -253,7 +253,7 @@ class Writer:
 
     def _write(self) -> None:
         self._name = f"{self._next_ms():013d}-{uuid.uuid4().hex[:8]}.parquet"
-        images.write(self._images.values(), self.folder / _IMAGES)
+        beside.write_images(self._images.values(), self.folder / _IMAGES)
         self._drop_unnamed()
         (self.folder / _WRITING).mkdir(mode=0o700)
         for (table, day), rows in self._rows.items():
@@ -274,7 +274,7 @@ class Writer:
                 owner_only.make_folder(path.parent)
                 self._unnamed(table, day).replace(path)
                 for folder in (path.parent, path.parent.parent, self.folder):
-                    images.sync(folder)
+                    beside.sync(folder)
 
     def finish(self) -> tuple[int, list[str]]:
         """Begins the next batch.
@@ -466,7 +466,7 @@ def _read_records(
                 try:
                     if id_ in seen:
                         raise damaged_in(path, id_, "session_id: is there twice")
-                    record = _record(path, tables, rewards, images.read)
+                    record = _record(path, tables, rewards, beside.read_image)
                     check_session(record, "session")  # as a collector does, and its messages
                     check_conversations(record)
                     seen.add(id_)
@@ -495,7 +495,7 @@ def read_session(path: Path, session_id: str) -> session_pb2.SessionRecord | Non
     if tables is None:
         return None
     try:
-        found = _record(path, tables, rewards, images.read_if_any)
+        found = _record(path, tables, rewards, beside.read_image_if_any)
         for node in found.messages:
             messages_in(node)
         for index in range(len(found.contexts)):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from rollmesh.client import of_spans, reason_names
-from rollmesh.record import images
+from rollmesh.record import beside
 from rollmesh.record.tables import leaves_of
 from rollmesh.runtime import run_of, version_of
 from rollmesh.runtime.codec import (
@@ -252,7 +252,7 @@ async def write_rows(
         with _writer(path, part) as write:
             async for session in sessions:
                 count += 1
-                images.write(session.images, path.with_name(path.name + ".images"))
+                beside.write_images(session.images, path.with_name(path.name + ".images"))
                 written = rows
                 for row in sft_rows_of(session) if sft else rows_of(session, decode):
                     rows += 1

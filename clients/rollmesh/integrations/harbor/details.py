@@ -11,11 +11,11 @@ from typing import Any
 from rollmesh.client import Client, SessionResult
 from rollmesh.record import (
     Decode,
+    beside,
     decoder,
     documents_of,
     facts_of,
     ids_of,
-    images,
     leaves_as_result,
 )
 from rollmesh.runtime import Backoff
@@ -161,7 +161,7 @@ def write_details(session: SessionResult, folder: str | Path, decode: Decode | N
     document.parent.mkdir(exist_ok=True)
     if (folder_of_images := document.parent / "images").is_symlink():
         folder_of_images.unlink()  # an agent may have left a link to another folder
-    images.write(session.images.values(), folder_of_images)
+    beside.write_images(session.images.values(), folder_of_images)
     if document.exists() and not _is_ours(document):
         document = document.with_name("trajectory.sampled.json")
     _write(document, atif_of(session, decode))

@@ -1,21 +1,86 @@
-"""Sessions that the record cannot hold: their bytes in files beside it, and a line of why."""
+"""Files beside the tables of a record: images, and sessions that the record cannot hold.
+
+An image is there once, named by the hash of its bytes. A session that is set aside has its bytes in
+a file, and a line of why.
+"""
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from rollmesh.record import images
 from rollmesh.runtime import owner_only
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import session_pb2
 
+_SUFFIXES = {"image/jpeg": ".jpg"} | {f"image/{one}": f".{one}" for one in ("png", "webp", "gif")}
+_SHA256 = re.compile("[0-9a-f]{64}")
 FOLDER, REASONS = "_set_aside", "reasons.jsonl"
 MOST, LEAST_BATCH, MOST_OF_BATCH = 100, 20, 0.1
 """Most sessions of a folder, and the greatest part of a batch with more than `LEAST_BATCH`."""
 _LONGEST_NAME = 200
+
+
+def write_images(images: Iterable[session_pb2.SessionImage], folder: Path) -> None:
+    """Writes the images that the folder does not have. A file is complete when it has its name.
+
+    Raises:
+        OSError: One cannot be written.
+    """
+    made = False
+    for image in images:
+        path = folder / image_name(image.sha256, image.media_type)
+        if path.exists():
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        part.unlink(missing_ok=True)  # an agent may have left a link to another file
+        with part.open("xb") as file:
+            file.write(image.data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        made = True
+    if made:
+        sync(folder)
+        sync(folder.parent)
+
+
+def read_image(folder: Path, sha256: str, media_type: str) -> bytes:
+    """Returns the bytes of an image.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    if not _SHA256.fullmatch(sha256):
+        raise FileNotFoundError(f"{sha256[:100]!r} is no SHA-256")
+    return (folder / image_name(sha256, media_type)).read_bytes()
+
+
+def read_image_if_any(folder: Path, sha256: str, media_type: str) -> bytes:
+    """Returns the bytes of an image, or none if its file is missing."""
+    try:
+        return read_image(folder, sha256, media_type)
+    except FileNotFoundError:
+        return b""
+
+
+def image_name(sha256: str, media_type: str) -> str:
+    """Returns the name of an image's file."""
+    return f"{sha256}{_SUFFIXES.get(media_type, '')}"
+
+
+def sync(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class Refused(NamedTuple):
@@ -26,7 +91,7 @@ class Refused(NamedTuple):
     """The message `SessionRecord`, serialized."""
 
 
-def keep(refused: Mapping[str, Refused], root: Path, sessions: int) -> list[str]:
+def set_aside(refused: Mapping[str, Refused], root: Path, sessions: int) -> list[str]:
     """Writes sessions beside the record. Durable. The same session again changes nothing.
 
     Returns:
@@ -53,10 +118,10 @@ def keep(refused: Mapping[str, Refused], root: Path, sessions: int) -> list[str]
     for id_ in new:
         _write(folder / name_of(id_), refused[id_].data)
         lines[id_] = {"session_id": id_, "file": name_of(id_), "reason": refused[id_].reason}
-    images.sync(folder)
+    sync(folder)
     _write(folder / REASONS, "".join(f"{json.dumps(one)}\n" for one in lines.values()).encode())
-    images.sync(folder)
-    images.sync(root)
+    sync(folder)
+    sync(root)
     return new
 
 
