@@ -6,15 +6,13 @@ from rollmesh.runtime.alarms import (
     Rule as Rule,
     alarms_of as alarms_of,
 )
-from rollmesh.runtime.backoff import Backoff as Backoff
-from rollmesh.runtime.caches import ByteCache as ByteCache
+from rollmesh.runtime.bounded import ByteCache as ByteCache, FairSlots as FairSlots
 from rollmesh.runtime.database import (
     Database as Database,
     Row as Row,
     SqliteStatements as SqliteStatements,
     Statements as Statements,
 )
-from rollmesh.runtime.fairness import FairSlots as FairSlots
 from rollmesh.runtime.in_flight import BytesInFlight as BytesInFlight, HeldRequest as HeldRequest
 from rollmesh.runtime.mesh_alarms import (
     ALARM_RULES as ALARM_RULES,
@@ -74,6 +72,7 @@ from rollmesh.runtime.runs import (
 )
 from rollmesh.runtime.tasks import (
     Background as Background,
+    Backoff as Backoff,
     begun as begun,
     contained as contained,
     first_of as first_of,

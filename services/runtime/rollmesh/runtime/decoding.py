@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
+from rollmesh.runtime.bounded import FairSlots
 from rollmesh.runtime.codec.images import ImageLimits, check_size
 from rollmesh.runtime.errors import InvalidImageError, OverloadedError, RollmeshError
-from rollmesh.runtime.fairness import FairSlots
 from rollmesh.runtime.process.children import Child, start_child
 
 _WORKERS = 2

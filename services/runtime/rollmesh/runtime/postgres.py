@@ -25,7 +25,6 @@ from psycopg.types.numeric import Int8BinaryDumper
 from psycopg.types.string import StrDumper
 
 from rollmesh.runtime import clock
-from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.database import RETRY_MS, Job, Jobs, Row, Statements, refusal
 from rollmesh.runtime.errors import (
@@ -36,6 +35,7 @@ from rollmesh.runtime.errors import (
     StoreFullError,
     StoreInDoubtError,
 )
+from rollmesh.runtime.tasks import Backoff
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 10

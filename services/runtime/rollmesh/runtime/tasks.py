@@ -1,9 +1,14 @@
-"""Tasks with an owner: of one object, and work that completes even if its caller is cancelled."""
+"""The work of a process: tasks with an owner, and the delays between tries.
+
+The owner is one object, or work completes even if its caller is cancelled.
+"""
 
 import asyncio
 import logging
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from rollmesh.runtime.errors import RollmeshError, ShuttingDownError
@@ -112,3 +117,30 @@ class Background(ABC):
     @abstractmethod
     async def _stay(self) -> None:
         """Does the work of the task."""
+
+
+@dataclass(slots=True, eq=False)
+class Backoff:
+    """The delays between tries of one thing: twice as long after each failure, with jitter.
+
+    Each delay is a random one between half of a ceiling and the ceiling, so that peers that failed
+    together do not return together. The ceiling doubles from `first_s` up to `most_s`.
+    """
+
+    first_s: float
+    """Longest delay after the first failure, seconds."""
+    most_s: float
+    """Longest delay after any number of failures, seconds."""
+    dice: Callable[[], float] = field(default=random.random, kw_only=True)
+    """Returns a uniform random number from 0 to 1."""
+    _ceiling_s: float = 0.0  # 0 before the first failure
+
+    def next_s(self) -> float:
+        """Returns how long to wait after one more failure, seconds."""
+        ceiling_s = self._ceiling_s or self.first_s
+        self._ceiling_s = min(ceiling_s * 2, self.most_s)
+        return ceiling_s * (0.5 + self.dice() / 2)
+
+    def reset(self) -> None:
+        """Forgets the failures: a try succeeded."""
+        self._ceiling_s = 0.0

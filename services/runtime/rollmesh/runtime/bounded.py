@@ -1,12 +1,46 @@
-"""Caches bounded by the size of their entries, not by their number."""
+"""Bounded resources of a process: slots that owners share fairly, and caches of a size in bytes."""
 
+import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import AsyncIterator, Hashable
+from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
+
+
+class FairSlots:
+    """A bounded number of slots, shared fairly by owners.
+
+    A caller waits for one piece of work of each other owner, not for their complete queues: each
+    owner has at most one caller among those that wait for a slot, first come, first served. The
+    queue is bounded by the number of callers.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._free = asyncio.Semaphore(slots)
+        self._queues: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def take(self, owner: str) -> None:
+        """Waits for a slot. A caller that is cancelled gives up its place."""
+        async with self._queues.setdefault(owner, asyncio.Lock()):
+            await self._free.acquire()
+
+    def give(self) -> None:
+        """Gives a slot back."""
+        self._free.release()
+
+    @asynccontextmanager
+    async def slot(self, owner: str) -> AsyncIterator[None]:
+        """Waits for a slot and holds it while the block runs. A cancelled caller frees it."""
+        await self.take(owner)
+        try:
+            yield
+        finally:
+            self.give()
 
 
 class ByteCache(Generic[_Key, _Value]):
