@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rollmesh.chat.json_values import write_json
 from rollmesh.chat.messages import InvalidInputError, RenderContext
-from rollmesh.chat.parsing.calls import channels, gemma_calls, json_calls as object_formats
+from rollmesh.chat.parsing import channels, gemma_calls, json_calls as object_formats
 from rollmesh.chat.parsing.formats import (
     CHANNELS,
     FORMATS,
@@ -145,7 +145,7 @@ _SYNTAXES: dict[str, _Syntax] = {
     HARMONY: _Syntax(
         "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
         "",
-        excluded=channels.SPECIAL_TOKENS,
+        excluded=channels.HARMONY_TOKENS,
         many=False,
     ),
 }

@@ -8,15 +8,6 @@ from rollmesh.chat.parsing.answer import (
     StopStrings as StopStrings,
     decoder_of as decoder_of,
 )
-from rollmesh.chat.parsing.calls.json_calls import (
-    HERMES as HERMES,
-    ObjectCallParser as ObjectCallParser,
-)
-from rollmesh.chat.parsing.calls.python_calls import (
-    PythonicFormat as PythonicFormat,
-    read_call as read_call,
-)
-from rollmesh.chat.parsing.calls.xml_calls import TaggedFormat as TaggedFormat
 from rollmesh.chat.parsing.detection import (
     SIGNS as SIGNS,
     check_readable as check_readable,
@@ -35,11 +26,19 @@ from rollmesh.chat.parsing.formats import (
     AnswerFormat as AnswerFormat,
     tool_schemas as tool_schemas,
 )
+from rollmesh.chat.parsing.json_calls import (
+    HERMES as HERMES,
+    ObjectCallParser as ObjectCallParser,
+)
 from rollmesh.chat.parsing.parser import (
     Reading as Reading,
     Schema as Schema,
     ToolParser as ToolParser,
     WholeCallParser as WholeCallParser,
+)
+from rollmesh.chat.parsing.python_calls import (
+    PythonicFormat as PythonicFormat,
+    read_call as read_call,
 )
 from rollmesh.chat.parsing.reasoning import (
     MISTRAL_TAGS as MISTRAL_TAGS,
@@ -47,3 +46,4 @@ from rollmesh.chat.parsing.reasoning import (
     TAGS as TAGS,
     ReasoningSplitter as ReasoningSplitter,
 )
+from rollmesh.chat.parsing.xml_calls import TaggedFormat as TaggedFormat

@@ -9,18 +9,14 @@ from typing import Any
 
 from rollmesh.chat.caches import ByteCache
 from rollmesh.chat.messages import RenderContext
-from rollmesh.chat.parsing.calls import (
+from rollmesh.chat.parsing import (
     channels,
     gemma_calls,
     json_calls as object_formats,
-    muse_calls,
     python_calls as pythonic_calls,
-    solar_calls,
     xml_calls as tagged_calls,
 )
-from rollmesh.chat.parsing.calls.json_calls import ObjectCallParser, ObjectFormat
-from rollmesh.chat.parsing.calls.python_calls import PythonicCallParser, PythonicFormat
-from rollmesh.chat.parsing.calls.xml_calls import TaggedCallParser, TaggedFormat
+from rollmesh.chat.parsing.json_calls import ObjectCallParser, ObjectFormat
 from rollmesh.chat.parsing.parser import (
     MOST_NAME,
     NAME_CHARACTER,
@@ -28,7 +24,9 @@ from rollmesh.chat.parsing.parser import (
     ToolParser,
     WholeCallParser,
 )
+from rollmesh.chat.parsing.python_calls import PythonicCallParser, PythonicFormat
 from rollmesh.chat.parsing.reasoning import REASONING_TAGS, TAGS, ReasoningSplitter
+from rollmesh.chat.parsing.xml_calls import TaggedCallParser, TaggedFormat
 
 VLLM = "vllm:"
 """Prefix of the name of a parser that vLLM has."""
@@ -37,10 +35,10 @@ UNKNOWN = "unknown"
 """The tool format if none was configured and none was detected."""
 HARMONY, GEMMA, MUSE, SOLAR = "openai", "gemma4", "muse_glimmer", "solar_open"
 CHANNELS: dict[str, tuple[str, ...]] = {
-    HARMONY: channels.SPECIAL_TOKENS,
+    HARMONY: channels.HARMONY_TOKENS,
     GEMMA: gemma_calls.SPECIAL_TOKENS,
-    MUSE: muse_calls.SPECIAL_TOKENS,
-    SOLAR: solar_calls.SPECIAL_TOKENS,
+    MUSE: channels.MUSE_TOKENS,
+    SOLAR: channels.SOLAR_TOKENS,
 }
 """Special tokens of formats with channels. One parser reads their reasoning, text and calls."""
 FORMATS: dict[str, ObjectFormat | TaggedFormat | PythonicFormat] = {
@@ -165,9 +163,9 @@ class AnswerFormat:
             if self.in_channels == GEMMA:
                 return gemma_calls.GemmaParser(schemas, inside_reasoning=inside_reasoning)
             if self.in_channels == MUSE:
-                return muse_calls.MuseParser(schemas)
+                return channels.MuseParser(schemas)
             if self.in_channels == SOLAR:
-                return solar_calls.SolarParser(schemas)
+                return channels.SolarParser(schemas)
             return channels.HarmonyParser(schemas.keys())
         if not schemas or self.tools in {"none", UNKNOWN}:
             return None

@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Any
 
 from rollmesh.chat.json_values import read_json, write_json
-from rollmesh.chat.parsing.calls.python_calls import LiteralReader, NoLiteralError
 from rollmesh.chat.parsing.parser import (
     NAME_CHARACTER,
     Coming,
@@ -25,6 +24,7 @@ from rollmesh.chat.parsing.parser import (
     has_words,
     possible_start,
 )
+from rollmesh.chat.parsing.python_calls import LiteralReader, NoLiteralError
 
 _CHANNEL, _CHANNEL_END = "<|channel>", "<channel|>"
 _CALL, _CALL_END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
