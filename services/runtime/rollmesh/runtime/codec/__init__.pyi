@@ -1,32 +1,30 @@
 """The door of `rollmesh.runtime.codec`: its names for other rooms and tests."""
 
 from rollmesh.runtime.codec.arrays import (
-    MOST_LOGPROB as MOST_LOGPROB,
-    Logprobs as Logprobs,
-    Mask as Mask,
-    TokenIds as TokenIds,
-    pack_ids as pack_ids,
-    pack_logprobs as pack_logprobs,
-    unpack_ids as unpack_ids,
-    unpack_logprobs as unpack_logprobs,
-    unpack_mask as unpack_mask,
-    unpack_tokens as unpack_tokens,
-)
-from rollmesh.runtime.codec.columns import (
     EXPERTS as EXPERTS,
     KINDS as KINDS,
+    MOST_LOGPROB as MOST_LOGPROB,
     SUPPORT as SUPPORT,
     Columns as Columns,
     Kind as Kind,
+    Logprobs as Logprobs,
+    Mask as Mask,
+    TokenIds as TokenIds,
     bounded as bounded,
     check_column as check_column,
     experts_column as experts_column,
     experts_of as experts_of,
     joined as joined,
+    pack_ids as pack_ids,
+    pack_logprobs as pack_logprobs,
     ragged_of as ragged_of,
     rows_between as rows_between,
     support_column as support_column,
     support_of as support_of,
+    unpack_ids as unpack_ids,
+    unpack_logprobs as unpack_logprobs,
+    unpack_mask as unpack_mask,
+    unpack_tokens as unpack_tokens,
 )
 from rollmesh.runtime.codec.conversations import (
     Conversation as Conversation,

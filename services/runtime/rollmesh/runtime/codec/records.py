@@ -6,8 +6,7 @@ from collections.abc import Collection, Container
 
 import numpy as np
 
-from rollmesh.runtime.codec.arrays import MOST_LOGPROB, unpack_tokens
-from rollmesh.runtime.codec.columns import check_columns
+from rollmesh.runtime.codec.arrays import MOST_LOGPROB, check_columns, unpack_tokens
 from rollmesh.runtime.errors import InvalidFieldError, check_name
 from rollmesh.v1 import session_pb2, trajectory_pb2
 
