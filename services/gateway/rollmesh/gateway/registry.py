@@ -5,16 +5,19 @@ import base64
 import dataclasses
 import hashlib
 import hmac
+import json
 import logging
 import secrets
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from google.protobuf import json_format
 
-from rollmesh.gateway import journal, metrics, outbox, traces
+from rollmesh.chat import write_message
+from rollmesh.gateway import journal, metrics, outbox
 from rollmesh.gateway.conversation import facts_of
 from rollmesh.gateway.deps import Deps
 from rollmesh.gateway.export import check_close, trajectory_id
@@ -56,7 +59,7 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc import digest_of
-from rollmesh.runtime.telemetry import fields, tracing
+from rollmesh.runtime.telemetry import content_of, current_request, fields, genai, tracing
 from rollmesh.v1 import gateway_admin_pb2, gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 
@@ -692,7 +695,7 @@ class Registry:
             raise
         await faults.reach("gateway-after-close")
         if tracing.is_on():
-            traces.record_close(session, request, closed_ms)
+            _record_close(session, request, closed_ms)
         self._closed.add(session_id)
         self._forget(session)
         self.outbox.added()
@@ -762,13 +765,13 @@ class Registry:
         try:
             with tracing.span(f"chat {deps.config.model}", "client") as span:
                 if span is not None:
-                    span.describe(partial(traces.asked, span, session, turn, request))
+                    span.describe(partial(_asked, span, session, turn, request))
                 if isinstance(deps, UpstreamDeps):
                     node = await run_text_turn(deps, store, session, turn, request)
                 else:
                     node = await run_turn(deps, store, session, turn, request)
                 if span is not None:
-                    span.describe(partial(traces.answered, span, session, turn, node))
+                    span.describe(partial(_answered, span, session, turn, node))
             if turn.joins > 1:  # checked here: a retry may join during the commit
                 await self.mark_replayed(session, turn, node)
             metrics.committed(node)
@@ -1020,3 +1023,75 @@ class ChatCall:
         if deltas:
             deltas[0].delta.prompt_tokens = node.sample.prompt_tokens
         return responses + deltas
+
+
+# The spans of turns and sessions, with the names of `telemetry.genai`.
+
+
+def _asked(
+    span: tracing.Span, session: Session, turn: Turn, request: TurnRequest
+) -> dict[str, Any]:
+    """Links the span of a turn to its session's, and returns its attributes at its beginning."""
+    spec, settings = session.spec, request.settings
+    root = tracing.place_of_session(spec.session_id)
+    span.links = (root,) if root.sampled else ()
+    return {
+        **genai.operation(genai.CHAT, spec.session_id, spec.model),
+        **genai.session(spec.run_id, spec.group_id, spec.sample_index, spec.purpose),
+        **genai.request(
+            request.sampling, stops=settings.stops, stream=request.stream, choice=request.choice
+        ),
+        genai.REQUEST_ID: current_request.get(),
+        genai.NODE_ID: turn.node_id,
+    }
+
+
+def _answered(span: tracing.Span, session: Session, turn: Turn, node: Node) -> dict[str, Any]:
+    """Returns the attributes of a turn that was committed."""
+    spec, sample = session.spec, node.sample
+    assert sample is not None
+    message = node.messages[0]
+    finish = genai.finish_reason(sample.finish, calls=bool(message.tool_calls))
+    events = [name for name, _, _ in span.events]
+    first_ns = next((at for name, at, _ in span.events if name == genai.FIRST_TOKENS), None)
+    found = {
+        **genai.response(
+            spec.session_id,
+            node.node_id,
+            spec.model,
+            finish,
+            prompt_tokens=sample.prompt_tokens,
+            sampled_tokens=sample.completion_tokens,
+            cached_tokens=sample.cached_tokens,
+        ),
+        **genai.policy(sample.spans),
+        **genai.training(node.reasons, turn.lineage, sample.request_ids),
+        genai.TIME_TO_FIRST: None if first_ns is None else (first_ns - span.start_ns) / 1e9,
+        genai.MIGRATIONS: events.count(genai.MIGRATION),
+    }
+    if tracing.takes_content() and node.parent is not None:
+        groups = [one.messages for one in node.parent.up()]
+        prompt = (write_message(one) for group in groups for one in reversed(group))
+        tools = json.loads(node.render_context.tools_json or b"[]")
+        count = sum(map(len, groups))
+        found |= content_of(prompt, count, write_message(message), finish, tools)
+    return found
+
+
+def _record_close(
+    session: Session, request: gateway_pb2.CloseSessionRequest, closed_ms: int
+) -> None:
+    """Records the root of a session's own trace, to which its end belongs."""
+    spec, place = session.spec, tracing.place_of_session(session.spec.session_id)
+    if not place.sampled:
+        return
+    reward = request.rewards.reward if request.rewards.HasField("reward") else None
+    attributes = {
+        **genai.operation(genai.INVOKE_AGENT, spec.session_id, spec.model),
+        **genai.session(spec.run_id, spec.group_id, spec.sample_index, spec.purpose),
+        **genai.ended(request.outcome, reward, session.tree.turns),
+    }
+    start_ns, end_ns = spec.opened_unix_ms * 1_000_000, closed_ms * 1_000_000
+    span = tracing.Span(genai.INVOKE_AGENT, "internal", place, 0, start_ns, attributes)
+    span.end_ns = max(start_ns, end_ns)
+    tracing.record(span)
