@@ -1,4 +1,4 @@
-"""Kinds of attached servers: what their answers share, and where the kinds differ."""
+"""Attached servers, without vLLM and torch: what answers share, and where the kinds differ."""
 
 import json
 from abc import ABC, abstractmethod

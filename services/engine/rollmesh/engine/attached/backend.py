@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from rollmesh.engine.attached.dialect import most_bytes
+from rollmesh.engine.attached import most_bytes
 from rollmesh.engine.attached.server import DUE, RefusedError, Server, Stream
 from rollmesh.engine.attached.sglang import Sglang
 from rollmesh.engine.attached.vllm_http import VllmHttp

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from rollmesh.engine.attached.dialect import (
+from rollmesh.engine.attached import (
     NOT_SENT,
     Answer,
     Dialect,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmesh.engine.attached.dialect import Answer, Dialect, Row, expect, read_id, well_formed
+from rollmesh.engine.attached import Answer, Dialect, Row, expect, read_id, well_formed
 from rollmesh.engine.backend import (
     FINISHES,
     GenerateInput,
