@@ -9,7 +9,15 @@ May import `client` and `runtime`.
 """
 
 from rollmesh.batches.images import ImageInputs, ImageProcessor, grid_positions
-from rollmesh.batches.layouts import Batch, pack, pad
+from rollmesh.batches.layouts import (
+    Batch,
+    RaggedBatch,
+    image_tensors,
+    pack,
+    pad,
+    ragged,
+    to_torch,
+)
 from rollmesh.batches.metrics import StepCounts, difference_metrics, logprob_metrics, step_metrics
 from rollmesh.batches.rows import (
     LeftOut,
@@ -23,7 +31,6 @@ from rollmesh.batches.rows import (
     group_advantages,
     rows_of,
 )
-from rollmesh.batches.tensors import RaggedBatch, image_tensors, ragged, to_torch
 
 __all__ = [
     "Batch",

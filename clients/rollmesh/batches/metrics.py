@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.batches.layouts import Batch
+from rollmesh.batches.layouts import Batch, RaggedBatch
 from rollmesh.batches.rows import rows_of, sessions_of
-from rollmesh.batches.tensors import RaggedBatch
 from rollmesh.client import Delivery, SessionResult
 from rollmesh.runtime import version_of
 from rollmesh.runtime.errors import InvalidFieldError
