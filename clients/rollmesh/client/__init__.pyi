@@ -8,6 +8,14 @@ from rollmesh.client.arguments import (
 )
 from rollmesh.client.client import Client as Client
 from rollmesh.client.connections import MeshAddresses as MeshAddresses
+from rollmesh.client.conversations import (
+    Start as Start,
+    Transcript as Transcript,
+    TranscriptTurn as TranscriptTurn,
+    message_of as message_of,
+    recorded_node as recorded_node,
+    start_of_atif as start_of_atif,
+)
 from rollmesh.client.deliveries import (
     SubscribeOptions as SubscribeOptions,
     Subscription as Subscription,
@@ -24,8 +32,10 @@ from rollmesh.client.evaluations import (
 from rollmesh.client.failures import (
     InfrastructureError as InfrastructureError,
     is_infrastructure as is_infrastructure,
+    shielded as shielded,
 )
 from rollmesh.client.observer import Observer as Observer, states_of as states_of
+from rollmesh.client.reaper import Reaper as Reaper
 from rollmesh.client.rollouts import (
     AgentExitedError as AgentExitedError,
     AgentStoppedError as AgentStoppedError,
@@ -51,14 +61,14 @@ from rollmesh.client.rollouts import (
     showing as showing,
     supervised as supervised,
 )
-from rollmesh.client.runners import AgentRunner as AgentRunner, register_runner as register_runner
-from rollmesh.client.runners.commands import (
+from rollmesh.client.runners import (
+    AgentRunner as AgentRunner,
     CommandError as CommandError,
     CommandLostError as CommandLostError,
     CommandRunner as CommandRunner,
     inherited as inherited,
+    register_runner as register_runner,
 )
-from rollmesh.client.runners.reaper import Reaper as Reaper
 from rollmesh.client.runs import (
     numbered as numbered,
     of_spans as of_spans,
@@ -77,17 +87,6 @@ from rollmesh.client.sessions import (
     TrajectoryTree as TrajectoryTree,
     read_rewards as read_rewards,
     reason_names as reason_names,
-)
-from rollmesh.client.shielding import shielded as shielded
-from rollmesh.client.starts import (
-    Start as Start,
-    recorded_node as recorded_node,
-    start_of_atif as start_of_atif,
-)
-from rollmesh.client.transcripts import (
-    Transcript as Transcript,
-    TranscriptTurn as TranscriptTurn,
-    message_of as message_of,
 )
 from rollmesh.client.weights import (
     CHUNK_BYTES as CHUNK_BYTES,

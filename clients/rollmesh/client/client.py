@@ -7,12 +7,11 @@ from typing import Any
 import grpc
 
 from rollmesh.client.connections import CALL_S, Connections
+from rollmesh.client.conversations import Start, Transcript, start_at
 from rollmesh.client.deliveries import DeliveryCalls
 from rollmesh.client.scores import ScoreCalls
 from rollmesh.client.sessions import Session, SessionCalls, SessionResult
-from rollmesh.client.starts import Start, start_at
 from rollmesh.client.states import StateCalls
-from rollmesh.client.transcripts import Transcript
 from rollmesh.client.weights import WeightCalls
 from rollmesh.mesh import retried
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError

@@ -1,16 +1,21 @@
-"""Tells failures of the infrastructure from failures of an agent.
+"""How work ends: failures of the infrastructure told from an agent's, and cancellations delayed.
 
 An agent that failed is a result of its policy: its session is FAILED. A session whose engine,
 gateway, sandbox or tool was away says nothing about the policy: it is LOST, has no reward, and its
 seat may be refilled.
 """
 
+import asyncio
+import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
 
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.runtime.telemetry import without_keys
+from rollmesh.runtime.telemetry import fields, without_keys
 
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 _NAMES = {
     "APIConnectionError",  # openai, anthropic
     "ClientConnectionError",  # aiohttp
@@ -66,3 +71,31 @@ def _is_one(error: BaseException) -> bool:
         isinstance(status, int) and (status == _BUSY or status >= _FIRST_OF_SERVERS)
         for status in statuses
     )
+
+
+async def shielded(work: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
+    """Runs work to its end. A cancellation is delayed until then, by at most `timeout_s` seconds.
+
+    Raises:
+        Exception: The work raised it.
+        CancelledError: The caller was cancelled. The work has finished or was cancelled too.
+    """
+    loop = asyncio.get_running_loop()
+    task, deadline = loop.create_task(work), None
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            left = None if deadline is None else max(deadline - loop.time(), 0)
+            await asyncio.wait({task}, timeout=left)
+        except asyncio.CancelledError as error:
+            cancelled, deadline = error, deadline or loop.time() + timeout_s
+        if deadline is not None and loop.time() >= deadline:
+            task.cancel()
+    if cancelled is None:
+        return task.result()
+    failure = None if task.cancelled() else task.exception()
+    if failure is not None:
+        _log.warning(
+            "work failed during a cancellation", extra=fields(error=type(failure).__name__)
+        )
+    raise cancelled

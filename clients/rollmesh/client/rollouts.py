@@ -52,8 +52,9 @@ from rollmesh.client.arguments import (
     chosen,
 )
 from rollmesh.client.client import Client
+from rollmesh.client.conversations import Start, Transcript
 from rollmesh.client.deliveries import SubscribeOptions, Subscription
-from rollmesh.client.failures import is_infrastructure, text_of
+from rollmesh.client.failures import is_infrastructure, shielded, text_of
 from rollmesh.client.runners import AgentRunner, agent_name, find_runner
 from rollmesh.client.sessions import (
     Delivery,
@@ -63,9 +64,6 @@ from rollmesh.client.sessions import (
     SessionResult,
     read_rewards,
 )
-from rollmesh.client.shielding import shielded
-from rollmesh.client.starts import Start
-from rollmesh.client.transcripts import Transcript
 from rollmesh.runtime import Backoff, clock
 from rollmesh.runtime.codec import name_of
 from rollmesh.runtime.errors import (

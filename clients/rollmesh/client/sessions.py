@@ -27,11 +27,10 @@ from rollmesh.client.arguments import (
     filled,
     read_sampling,
 )
-from rollmesh.client.failures import is_infrastructure
+from rollmesh.client.conversations import Start
+from rollmesh.client.failures import is_infrastructure, shielded
 from rollmesh.client.runs import RunCalls, of_spans
 from rollmesh.client.scores import Scores, read_scores
-from rollmesh.client.shielding import shielded
-from rollmesh.client.starts import Start
 from rollmesh.mesh import retried
 from rollmesh.runtime import run_of, version_of
 from rollmesh.runtime.codec import (

@@ -17,8 +17,8 @@ import numpy as np
 
 from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.connections import CALL_S, Connections
+from rollmesh.client.failures import shielded
 from rollmesh.client.runs import RunCalls
-from rollmesh.client.shielding import shielded
 from rollmesh.mesh import weights_of
 from rollmesh.runtime import run_of, start_of, version_of
 from rollmesh.runtime.codec import Bits, Difference, checksum

@@ -292,7 +292,7 @@ async def test_turn_rewards_of_a_command_reach_the_close(
 RUNNER = """
 import asyncio, sys
 from rollmesh.client import Session
-from rollmesh.client.runners.commands import CommandRunner
+from rollmesh.client.runners import CommandRunner
 
 runner = CommandRunner(argv=[sys.executable, "-c", *sys.argv[1:]])
 session = Session("5e55", "rmk-5e55-secret", "http://127.0.0.1:1/sessions/rmk-5e55-secret/v1")
@@ -331,7 +331,7 @@ async def test_agents_and_their_children_die_with_a_killed_runner(
 
 FORKS = """
 import os, signal, subprocess, sys
-from rollmesh.client.runners.reaper import Reaper
+from rollmesh.client.reaper import Reaper
 
 def start():
     command = [sys.executable, "-c", "import time; time.sleep(600)"]

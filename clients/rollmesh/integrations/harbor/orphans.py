@@ -1,4 +1,4 @@
-"""Cancels the jobs of a runner whose process has died. Run by `rollmesh.client.runners.reaper`.
+"""Cancels the jobs of a runner whose process has died. Run by `rollmesh.client.reaper`.
 
 Needs only the standard library.
 """

@@ -1,7 +1,8 @@
-"""Agents as commands: one process per session, with the base URL and key in its environment.
+"""Agent runners: functions that run one agent on one sample in one session, and their registry.
 
-The protocol is in docs/runners.md. The command's whole process group is killed when the runner ends
-or when its own process dies. A process that leaves the group (setsid) cannot be reached.
+Agents as commands are one process per session, with the base URL and key in its environment. The
+protocol is in docs/runners.md. The command's whole process group is killed when the runner ends or
+when its own process dies. A process that leaves the group (setsid) cannot be reached.
 """
 
 import asyncio
@@ -9,17 +10,62 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
-from rollmesh.client.failures import InfrastructureError
-from rollmesh.client.runners.reaper import Reaper
+from rollmesh.client.failures import InfrastructureError, shielded
+from rollmesh.client.reaper import Reaper
 from rollmesh.client.sessions import Session
-from rollmesh.client.shielding import shielded
 from rollmesh.runtime.errors import InvalidFieldError
+
+AgentRunner: TypeAlias = Callable[[Any, Session], Awaitable[Any]]
+"""Runs one agent on one sample in one session.
+
+Returns the reward (a number, `Rewards`, a mapping, or None), or anything else if the rollout has a
+reward function, which receives it. If it has a method `closed(client, session_id)`, the rollout
+awaits that after it closed a session. The collector may not have the session yet.
+"""
+
+_RUNNERS: dict[str, AgentRunner] = {}
+
+
+def register_runner(name: str, runner: AgentRunner) -> None:
+    """Registers a runner under a name.
+
+    Raises:
+        InvalidFieldError: The name is registered for another runner.
+    """
+    if _RUNNERS.get(name, runner) is not runner:
+        raise InvalidFieldError("name", f"{name!r} is taken; give another")
+    _RUNNERS[name] = runner
+
+
+def find_runner(runner: str | AgentRunner | None) -> AgentRunner:
+    """Returns the runner of a name, or the given function.
+
+    Raises:
+        InvalidFieldError: The name is not registered, or the runner is not callable.
+    """
+    found = _RUNNERS.get(runner) if isinstance(runner, str) else runner
+    if found is None:
+        given = f"{runner!r} is not registered" if runner else "is not given"
+        raise InvalidFieldError("runner", f"{given}; registered are {sorted(_RUNNERS)}")
+    if not callable(found):
+        raise InvalidFieldError("runner", f"is {found!r:.200}; give a function or a name")
+    return found
+
+
+def agent_name(sample: Any) -> str:
+    """Returns the `agent_name` of a sample, empty if it has none."""
+    if isinstance(sample, Mapping):
+        return str(sample.get("agent_name") or "")
+    return str(getattr(sample, "agent_name", None) or "")
+
+
+# Commands.
 
 _ERROR_BYTES = 2_000
 _MAX_RESULT_BYTES = 16 * 1024 * 1024
