@@ -9,6 +9,7 @@ from rollmesh.sidecar.app import (
     protocol_of as protocol_of,
     serving as serving,
 )
+from rollmesh.sidecar.body import seal as seal, sealed_answer as sealed_answer
 from rollmesh.sidecar.config import SidecarConfig as SidecarConfig, advertised as advertised
 from rollmesh.sidecar.errors import to_http as to_http
 from rollmesh.sidecar.http import (
@@ -25,7 +26,6 @@ from rollmesh.sidecar.responses import (
     item_of as item_of,
     response_id as response_id,
 )
-from rollmesh.sidecar.seals import seal as seal, sealed_answer as sealed_answer
 from rollmesh.sidecar.turn import (
     TURNS as TURNS,
     Head as Head,

@@ -11,9 +11,8 @@ import orjson
 from rollmesh.runtime.codec import text_of
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.sidecar import body
-from rollmesh.sidecar.body import excerpt, flag, members, string
+from rollmesh.sidecar.body import excerpt, flag, members, seal, sealed_answer, string
 from rollmesh.sidecar.errors import HttpError, renamed, shown_text, to_http
-from rollmesh.sidecar.seals import seal, sealed_answer
 from rollmesh.sidecar.turn import Head, Protocol, Turn, is_cut
 from rollmesh.v1 import chat_pb2, gateway_pb2, trajectory_pb2
 

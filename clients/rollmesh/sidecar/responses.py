@@ -19,10 +19,9 @@ from starlette.responses import Response
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import AnswerUnknownError, InvalidFieldError
 from rollmesh.sidecar import body
-from rollmesh.sidecar.body import IGNORED, excerpt, flag, members, string
+from rollmesh.sidecar.body import IGNORED, excerpt, flag, members, seal, sealed_answer, string
 from rollmesh.sidecar.errors import PreviousResponseUnknownError, to_http
 from rollmesh.sidecar.gateways import Gateways
-from rollmesh.sidecar.seals import seal, sealed_answer
 from rollmesh.sidecar.turn import Head, Protocol, Turn, as_delta, is_cut, read_head
 from rollmesh.v1 import chat_pb2, gateway_pb2
 
