@@ -62,8 +62,7 @@ from rollmesh.engine.vllm.chunks import (
     messages,
     scores_of,
 )
-from rollmesh.engine.vllm.constraint import has_tokenizer, vocabulary_of, written
-from rollmesh.engine.vllm.grammars import Grammars
+from rollmesh.engine.vllm.grammars import Grammars, has_tokenizer, vocabulary_of, written
 from rollmesh.engine.vllm.images import ImagePrompts, takes_images
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec import EXPERTS, SUPPORT, ImageLimits, experts_column, name_of
