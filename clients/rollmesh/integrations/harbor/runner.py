@@ -55,7 +55,8 @@ _LEAVE_S = 90.0
 _AWAY_S = 30.0
 """How long after its first failure a call is repeated. The relay waits as long for a connector."""
 _TEXT_CHARS = 1000
-_REAPER = Reaper(str(Path(__file__).with_name("orphans.py")))
+_PROGRAMS = Path(__file__).with_name("programs.py")
+_REAPER = Reaper(str(_PROGRAMS))
 _PHASES = ("environment_setup", "agent_setup", "agent_execution", "verifier")
 _JOBS = "SELECT id FROM job WHERE name = ?"
 _STATES = "SELECT id, job_id, state FROM rollout WHERE job_id IN (?)"
@@ -442,7 +443,6 @@ class HarborRunner:
 
 # Trials on this machine, without a server.
 
-_SCRIPT = Path(__file__).with_name("trial.py")
 _KEY = "ROLLMESH_SESSION_KEY"
 _LOG_BYTES = 2_000
 _END_S = 60.0
@@ -493,7 +493,7 @@ class HarborTrialRunner:
             log = folder / f"{session.session_id}.log"
             with log.open("wb") as output:
                 process = await asyncio.create_subprocess_exec(
-                    *(str(self.python), "-P", str(_SCRIPT)),
+                    *(str(self.python), "-P", str(_PROGRAMS)),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=output,
                     stderr=output,
