@@ -38,8 +38,7 @@ from rollmesh.chat.parsing.parser import ParserEvent
 from rollmesh.chat.rendering import TemplateRenderError
 from rollmesh.chat.templates.continuation import Continuation, Seen
 from rollmesh.chat.templates.cutter import TemplateRefusedError
-from rollmesh.chat.templates.jinja import unix_now
-from rollmesh.chat.templates.loading import load_model
+from rollmesh.chat.templates.loading import load_model, unix_now
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import ModelTokenizer, SpecialTextError, TokenIds
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollmesh.chat.messages import Image, InvalidInputError
-from rollmesh.chat.tokenizer import ModelFilesError, ModelTokenizer, TokenIds, read_json
+from rollmesh.chat.tokenizer import ModelFilesError, ModelTokenizer, TokenIds, read_config
 
 _ID_NAMES = (
     "image_token_id",
@@ -163,7 +163,7 @@ def reserved_texts(ids: Collection[int], tokenizer: ModelTokenizer) -> tuple[str
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
+    return read_config(path) if path.exists() else {}
 
 
 # Images of messages in OpenAI's form.

@@ -133,7 +133,7 @@ class Tokenizer(ModelTokenizer):
         Raises:
             ModelFilesError: A file is missing or cannot be read.
         """
-        self.config: dict[str, Any] = read_json(model_path / "tokenizer_config.json")
+        self.config: dict[str, Any] = read_config(model_path / "tokenizer_config.json")
         try:
             self.rust = RustTokenizer.from_file(str(model_path / "tokenizer.json"))
         except Exception as error:
@@ -141,7 +141,7 @@ class Tokenizer(ModelTokenizer):
         self.rust.no_truncation()
         self.rust.no_padding()
         generation = model_path / "generation_config.json"
-        eos = read_json(generation).get("eos_token_id", []) if generation.exists() else []
+        eos = read_config(generation).get("eos_token_id", []) if generation.exists() else []
         self.stop_ids: frozenset[int] = frozenset(eos if isinstance(eos, list) else [eos])
         added = self.rust.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(
@@ -312,7 +312,7 @@ class _Stream(TextStream):
         return str(self._rust.decode(self._pending, skip_special_tokens=False))
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """Returns a JSON object from a file.
 
     Raises:

@@ -17,8 +17,8 @@ from rollmesh.chat.templates.cutter import (
     TemplateRefusedError as TemplateRefusedError,
     readable as readable,
 )
-from rollmesh.chat.templates.jinja import ChatTemplate as ChatTemplate
 from rollmesh.chat.templates.loading import (
+    ChatTemplate as ChatTemplate,
     context_of as context_of,
     load_model as load_model,
     load_template as load_template,

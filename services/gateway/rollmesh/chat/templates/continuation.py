@@ -36,12 +36,11 @@ from rollmesh.chat.images import ImageRule, Placeholder, expand, locate, reserve
 from rollmesh.chat.messages import MessageGroup, RenderContext, images_of
 from rollmesh.chat.rendering import ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.cutter import Cutter, Ends, TemplateRefusedError, place
-from rollmesh.chat.templates.jinja import unix_now
+from rollmesh.chat.templates.loading import TemplatePair, unix_now
 from rollmesh.chat.templates.probing import (
     REWRITING,
     Finding,
     Probed,
-    TemplatePair,
     joined,
     probe,
 )

@@ -30,7 +30,6 @@ from rollmesh.chat.messages import (
 from rollmesh.chat.parsing.reasoning import OPEN
 from rollmesh.chat.rendering import AdaptedTemplate, Messages, ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.cutter import (
-    ANY_TOOLS,
     ASKED,
     CALL,
     Cutter,
@@ -40,7 +39,7 @@ from rollmesh.chat.templates.cutter import (
     place,
     result,
 )
-from rollmesh.chat.templates.jinja import unix_now
+from rollmesh.chat.templates.loading import unix_now
 from rollmesh.chat.tokenizer import ModelTokenizer
 
 # The profile of a template, or of a pair of templates.
@@ -126,33 +125,6 @@ class TemplateProfile:
 
 
 # Models with a chat template for requests with tools, and another one for all others.
-
-
-class TemplatePair(ModelTemplate):
-    """Two templates, of which a request's tools choose one, as in transformers."""
-
-    def __init__(self, plain: ModelTemplate, tool_use: ModelTemplate) -> None:
-        """Takes the templates of requests without tools and with tools."""
-        super().__init__(f"{plain.source}\n{tool_use.source}")
-        # The second is only rendered with tools: of windows without tools it is given one.
-        self.plain = plain
-        self.tool_use = AdaptedTemplate(
-            tool_use,
-            lambda messages, context: (
-                messages,
-                context if context.tools_json else replace(context, tools_json=ANY_TOOLS),
-            ),
-        )
-
-    def render(
-        self, messages: Messages, context: RenderContext, *, generation_prompt: bool = False
-    ) -> str:
-        """Returns the text of a conversation. See `ModelTemplate.render`."""
-        return self.of(context).render(messages, context, generation_prompt=generation_prompt)
-
-    def of(self, context: RenderContext) -> ModelTemplate:
-        """Returns the template of a request."""
-        return self.tool_use if context.tools_json else self.plain
 
 
 def joined(plain: TemplateProfile, tooled: TemplateProfile) -> TemplateProfile:
