@@ -461,7 +461,7 @@ class Cutter:
             called = bool(group[0].tool_calls)
         texts: list[str] = []
         for at in range(start, len(groups)):
-            if why := self.refusal(groups, at, context):
+            if self.refused and (why := self.refusal(groups, at, context)):
                 raise TemplateRenderError(f"{groups[at][0].role} after {place(groups, at)}: {why}")
             for message in groups[at]:
                 if message.images and message.role not in self.image_roles:
@@ -483,8 +483,6 @@ class Cutter:
 
     def refusal(self, groups: Sequence[MessageGroup], at: int, context: RenderContext) -> str:
         """Returns why a group cannot be continued where it stands. Empty if it can."""
-        if not self.refused:
-            return ""
         order = RefusedOrder(place(groups, at), groups[at][0].role)
         orders = [order]
         if context.tools_json:
