@@ -275,7 +275,7 @@ def insert_turn(
             node.node_id,
             node.parent.node_id,
             node.render_context.key,
-            json.dumps([dataclasses.asdict(one) for one in node.messages]),
+            json.dumps([*map(dataclasses.asdict, node.messages)]),
             pack_ids(node.token_ids),
             node.scaffold_tokens,
             json.dumps(sorted(node.reasons)),

@@ -263,14 +263,6 @@ class Order:
         most_ms = self.timeout_ms - min(_LAST_WORD_MS, self.timeout_ms // 2)
         return max(self.began_ms + most_ms - clock.monotonic_ms(), 0)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether it has ended, other than by an abort from outside."""
-        finish = self.generation.finish
-        return finish is not None and (
-            finish.reason != sampling_pb2.FINISH_REASON_ABORT or self.stop_reason is not None
-        )
-
     def stop(self, reason: sampling_pb2.FinishReason.ValueType) -> None:
         """Ends the generation with the tokens sampled so far. Ends a wait for an engine."""
         if self.answer is not None and self.stop_reason is None:
@@ -325,7 +317,9 @@ class Failover:
                 async with aclosing(self._attempt(order, wanted, lost)) as runs:
                     async for run in runs:
                         yield run
-                if order.is_complete:
+                assert generation.finish is not None
+                was_aborted = generation.finish.reason == sampling_pb2.FINISH_REASON_ABORT
+                if order.stop_reason is not None or not was_aborted:
                     return
                 error: RollmeshError = GenerationAbortedError(
                     "the generation was aborted; nothing was committed, try again"

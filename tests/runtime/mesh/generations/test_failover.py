@@ -213,7 +213,7 @@ async def test_outcomes_of_engines(
 ) -> None:
     fleet, order = Fleet(*engines), order_of()
     assert await run(fleet, order) == (yielded, sampled)
-    assert order.is_complete
+    assert order.generation.finish is not None
     assert not fleet.engines
 
 
@@ -423,7 +423,7 @@ async def test_an_engine_is_told_once_that_no_more_is_wanted() -> None:
     fleet, order = Fleet([some(1), some(2), some(3), last(reason=ABORT)]), order_of()
     assert await run(fleet, order, stop_after=1) == ([[1], [2], [3]], [1, 2, 3])
     assert fleet.aborted == [fleet.requests[0].request_id]
-    assert order.is_complete
+    assert order.generation.finish is not None
 
 
 async def test_a_generation_stopped_before_it_has_an_engine_asks_none() -> None:

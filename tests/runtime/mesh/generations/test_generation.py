@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from rollmesh.mesh import Generation, Order
+from rollmesh.mesh import Generation
 from rollmesh.runtime.errors import EngineFaultError
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests.runtime.mesh.generations.answers import CRC, PROMPT, message
@@ -78,15 +78,6 @@ def test_tokens_of_an_unknown_version_are_known_to_be_so() -> None:
     taking.take(message((8,), spans=((1, 0, 3), (2, 3, 4))))
     assert taking.is_known
     assert spans_of(taking.spans) == [("e", 1, 0, 3), ("e", 2, 3, 4)]
-
-
-def test_an_aborted_answer_is_not_complete_unless_no_more_was_wanted() -> None:
-    taking = generation()
-    order = Order(taking, "s", 16, 0, 1000, 1000, is_sent=lambda: False)
-    taking.take(message(reason=sampling_pb2.FINISH_REASON_ABORT))
-    assert not order.is_complete
-    order.stop(sampling_pb2.FINISH_REASON_STOP)
-    assert order.is_complete
 
 
 def test_a_limit_that_the_request_does_not_name_is_the_engines() -> None:
