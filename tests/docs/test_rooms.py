@@ -6,8 +6,8 @@ from tests.paths import ROOT
 
 CEILINGS = {
     "services/runtime/rollmesh/runtime": (9_660, 57),
-    "services/runtime/rollmesh/mesh": (4_265, 13),
-    "services/gateway/rollmesh/chat": (7_538, 29),
+    "services/runtime/rollmesh/mesh": (4_259, 13),
+    "services/gateway/rollmesh/chat": (7_536, 29),
     "services/gateway/rollmesh/gateway": (10_442, 27),
     "services/engine/rollmesh/engine": (7_546, 26),
     "services/router/rollmesh/router": (4_527, 16),
