@@ -9,7 +9,7 @@ CEILINGS = {
     "services/runtime/rollmesh/mesh": (4_259, 13),
     "services/gateway/rollmesh/chat": (7_536, 29),
     "services/gateway/rollmesh/gateway": (10_442, 27),
-    "services/engine/rollmesh/engine": (7_546, 26),
+    "services/engine/rollmesh/engine": (7_545, 26),
     "services/router/rollmesh/router": (4_527, 16),
     "services/collector/rollmesh/collector": (5_276, 13),
     "services/collector/rollmesh/scorer": (356, 5),

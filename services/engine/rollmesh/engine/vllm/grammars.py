@@ -21,11 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.structured_output.backend_xgrammar import (
-    XgrammarBackend,
-    has_xgrammar_unsupported_json_features,
-)
-
 from rollmesh.engine.requests import subschemas, tag_schemas
 from rollmesh.runtime.errors import InvalidConstraintError, OverloadedError, RollmeshError
 from rollmesh.v1 import engine_pb2
@@ -50,6 +45,8 @@ def has_tokenizer(model_path: Path) -> bool:
 
 def vocabulary_of(llm: Any) -> bytes:
     """Returns the tokens of an `AsyncLLM` as vLLM gives them to xgrammar. Call it in a thread."""
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
     backend = XgrammarBackend(
         llm.vllm_config,
         tokenizer=llm.renderer.tokenizer,
@@ -65,6 +62,8 @@ def written(constraint: engine_pb2.Constraint) -> str:
     Raises:
         InvalidConstraintError: It is strict, and xgrammar would ignore a part of a JSON schema.
     """
+    from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
+
     tag = json.loads(constraint.structural_tag_json)
     for schema, form in tag_schemas(tag):
         if not isinstance(schema, dict):
