@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import pytest_asyncio
 from openai import BadRequestError
 
+from rollmesh.client import Client, Session
 from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.receivers import (
     Receiver,
@@ -265,6 +267,12 @@ async def test_turns_beyond_the_ratio_send_nothing(tmp_path: Path, tokenizer_dir
         assert receiver.headers == []
 
 
+async def has_tokens(client: Client, session: Session) -> bool:
+    """Returns whether the gateway has tokens of a turn that is sampled."""
+    tree = await client.open_session_tree(session.session_id)
+    return any(turn.sampled_tokens for turn in tree.running)
+
+
 async def test_the_trace_of_a_turn_whose_engine_dies_shows_the_migration(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -280,6 +288,7 @@ async def test_the_trace_of_a_turn_whose_engine_dies_shows_the_migration(
                     messages = [{"role": "user", "content": "long"}]
                     tasks.create_task(ask(agent, messages, stream=True))
                     await mesh.processes["engine"].wait_line("FAULT")
+                    await until(partial(has_tokens, client, session))
                     await mesh.processes["engine"].kill()
                     flags = {**mesh.flags("engine"), "port": 0, "engine_id": "lives"}
                     flags["script"] = tmp_path / "script.json"

@@ -98,6 +98,16 @@ async def test_a_reward_that_a_client_sets_meanwhile_counts_more_than_a_score(
     assert {one.session_id: one.reward for one in found} == {"a": REWARD - 1, "b": REWARD}
 
 
+async def test_a_collector_that_is_thought_dead_takes_none_of_its_own_sessions_again(
+    database: Database,
+) -> None:
+    async with postgres_store(database.url) as slow, postgres_store(database.url) as other:
+        await slow.ingest([Arrival(unscored("a"), HOUR_MS)], clock.steady_unix_ms())
+        await asyncio.to_thread(database.sql, DIES)
+        assert await slow.to_score(9) == []
+        assert await other.to_score(9) == ["a"]
+
+
 async def test_sessions_that_a_dead_collector_had_to_score_are_scored_by_another(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,15 +189,15 @@ class PostgresStore(Store):
         tx.add(_BYTES, -size)
 
     async def to_score(self, limit: int) -> list[str]:
-        """Takes the sessions that wait for the scorer of a collector that is no longer alive."""
+        """Takes the sessions that wait for the scorer of another collector, no longer alive."""
 
         def take(tx: Transaction) -> list[str]:
             rows = tx.db.rows(
                 "SELECT session_id FROM sessions s WHERE due_ms IS NOT NULL AND scorer IS NOT NULL"
-                " AND NOT EXISTS (SELECT 1 FROM collectors h"
+                " AND scorer <> ?2 AND NOT EXISTS (SELECT 1 FROM collectors h"
                 " WHERE h.id = s.scorer AND h.alive_until > clock_timestamp())"
                 " ORDER BY due_ms LIMIT ?1",
-                limit,
+                *(limit, self._me),
             )
             taken = [(self._me, session_id) for (session_id,) in rows]
             tx.db.run_many("UPDATE sessions SET scorer = ?1 WHERE session_id = ?2", taken)
