@@ -72,7 +72,11 @@ async def ran(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> 
                         sessions[session.metadata["uid"], session.sample_index] = session
         stats = await client.stats()
         (verl,) = [one for one in stats.consumers if one.name == "verl"]
-        assert (verl.acknowledged, verl.leased, verl.ready) == (_SESSIONS + _AFTER, 0, 0)
+        counts, ends = (
+            (verl.acknowledged, verl.leased, verl.ready),
+            [one.metadata for one in superseded],
+        )
+        assert counts == (_SESSIONS + _AFTER, 0, 0), ends
         (step,) = await client.steps("verl")
         yield Ran(read, sessions, superseded, dict(step.metrics))
 
